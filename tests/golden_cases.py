@@ -1,6 +1,7 @@
 """The golden trajectories as objects: one loader for every test that is measured against them."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ Tensors = dict[str, Tensor]
 class GoldenCase:
     """One recorded trajectory. ``kwargs`` and ``groups`` suit the reference and ``mars_dist.MARS`` alike.
 
-    ``previous[t]`` is None except in exact mode at t >= 1. ``rules`` says how many tensors take each rule.
+    ``previous[t]`` is None except in exact mode at t >= 1. ``rule_of`` gives each tensor's rule.
     """
 
     name: str
@@ -29,7 +30,12 @@ class GoldenCase:
     states: dict[str, Tensors]
     kwargs: dict[str, Any]
     groups: list[dict[str, Any]]
-    rules: dict[str, int]
+    rule_of: dict[str, str]
+
+    @property
+    def rules(self) -> dict[str, int]:
+        """How many tensors take each rule."""
+        return dict(Counter(self.rule_of.values()))
 
     @property
     def elementwise(self) -> bool:
@@ -54,8 +60,8 @@ class GoldenCase:
         return groups
 
 
-def _translate(meta: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, int]]:
-    """Our keywords, groups and rule counts for the authors' constructor call."""
+def _translate(meta: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, str]]:
+    """Our keywords, our groups and the rule of each tensor for the authors' constructor call."""
     kwargs = dict(meta["kwargs"])
     names = meta["names"]
     if meta["kind"] == "MARS_M":
@@ -74,7 +80,7 @@ def _translate(meta: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any
             "ns_dtype": meta["newton_schulz"],
         }
         groups = [{"names": meta["matrices"], "use_mars": True}, {"names": adamw, "use_mars": False}]
-        return ours, groups, {"MARS-M": len(meta["matrices"]), "AdamW": len(adamw)}
+        return ours, groups, {name: "AdamW" if name in adamw else "MARS-M" for name in names}
 
     kwargs["betas"], kwargs["betas_1d"] = tuple(kwargs["betas"]), tuple(kwargs["betas_1d"])
     rule_names = {"mars-adamw": "MARS-AdamW", "mars-lion": "MARS-Lion", "mars-shampoo": "MARS-Shampoo"}
@@ -84,11 +90,9 @@ def _translate(meta: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any
     other_rule = "AdamW"
     if kwargs.get("optimize_1d"):
         other_rule = "MARS-AdamW" if matrix_rule == "MARS-Shampoo" else matrix_rule
-    counts: dict[str, int] = {}
-    for name in names:  # wte, tall, wide and square have two dimensions; bias, norm and conv have not
-        rule = matrix_rule if name in ("wte", "tall", "wide", "square") else other_rule
-        counts[rule] = counts.get(rule, 0) + 1
-    return kwargs, meta["groups"] or [{"names": names}], counts
+    two_dimensional = ("wte", "tall", "wide", "square")  # and not bias, norm and conv
+    rule_of = {name: matrix_rule if name in two_dimensional else other_rule for name in names}
+    return kwargs, meta["groups"] or [{"names": names}], rule_of
 
 
 def load(path: Path) -> GoldenCase:
@@ -101,7 +105,7 @@ def load(path: Path) -> GoldenCase:
         return {name: tensors[prefix + name] for name in meta["names"] if prefix + name in tensors}
 
     steps = range(meta["steps"])
-    kwargs, groups, rules = _translate(meta)
+    kwargs, groups, rule_of = _translate(meta)
     return GoldenCase(
         name=path.stem,
         meta=meta,
@@ -112,7 +116,7 @@ def load(path: Path) -> GoldenCase:
         states={key: under(f"s/{key}/") for key in ("exp_avg", "exp_avg_sq")},
         kwargs=kwargs,
         groups=groups,
-        rules=rules,
+        rule_of=rule_of,
     )
 
 

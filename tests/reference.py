@@ -13,7 +13,7 @@ Sources: MARS (arXiv 2411.10438), MARS-M (arXiv 2510.21800) and the behaviour of
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class ReferenceMARS:
 
     def __init__(
         self,
-        params: dict[str, Tensor],
+        params: Mapping[str, Tensor],
         groups: list[dict[str, Any]] | None = None,
         *,
         lr: float = 3e-3,
@@ -141,10 +141,10 @@ class ReferenceMARS:
 
     def step(
         self,
-        grads: dict[str, Tensor | None],
+        grads: Mapping[str, Tensor | None],
         *,
         lr: float | Sequence[float] | None = None,
-        previous: dict[str, Tensor] | None = None,
+        previous: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Take one step.
 
