@@ -1,0 +1,84 @@
+"""``{"optimizer": {"type": "MARS", "params": {...}}}`` in a DeepSpeed configuration.
+
+DeepSpeed looks up any optimizer that is not built in as ``getattr(torch.optim, type)`` and calls it with the model's
+parameters (engine.py, ``_configure_basic_optimizer``); there is no public registry. ZeRO accepts optimizers by exact
+class from ``deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS``. Both are filled here without importing
+DeepSpeed: the name when ``mars_dist`` is imported, the list when DeepSpeed is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from mars_dist.integrations.import_hook import forget, when_imported
+from mars_dist.optimizer import MARS
+
+NAMES = ("MARS", "Mars", "mars")
+ZERO_UTILS = "deepspeed.runtime.zero.utils"
+
+
+def mars_from_config(params: Iterable[Any], **kwargs: Any) -> MARS:
+    """What DeepSpeed calls for ``"type": "MARS"``.
+
+    ZeRO makes one flat tensor of each parameter group, and a state exists for a whole flat tensor or not at all. A
+    bare list of parameters is therefore split into matrices and others, so that neither carries states that only the
+    other needs (``prev_grad`` for vectors, ``exp_avg_sq`` for matrices under MARS-Lion). Groups that the caller made
+    are kept as they are.
+    """
+    params = list(params)
+    named = [p if isinstance(p, tuple) else ("", p) for p in params if not isinstance(p, dict)]
+    ranks = kwargs.get("matrix_ndim", 2)
+    ranks = (ranks,) if isinstance(ranks, int) else ranks
+    if len(named) == len(params):
+        matrices = [i for i, (_, p) in enumerate(named) if len(getattr(p, "ds_shape", p.shape)) in ranks]
+        others = [i for i in range(len(params)) if i not in set(matrices)]
+        params = [{"params": [params[i] for i in part]} for part in (matrices, others) if part]
+    return MARS(params, **kwargs)
+
+
+def register() -> None:
+    """Make the name known to DeepSpeed. Idempotent.
+
+    Raises:
+        RuntimeError: when ``torch.optim`` already has another class under that name, which a configuration that asks
+            for MARS would silently train with.
+    """
+    for name in NAMES:
+        present = getattr(torch.optim, name, mars_from_config)
+        if present is not mars_from_config:
+            raise RuntimeError(
+                f"torch.optim.{name} is already {present!r}: mars_dist does not overwrite it, and a DeepSpeed "
+                f'configuration with "type": "{name}" would train with that one. Remove it, or set '
+                "MARS_DIST_REGISTER=0 and pass mars_dist.MARS to deepspeed.initialize yourself."
+            )
+    for name in NAMES:
+        setattr(torch.optim, name, mars_from_config)
+    when_imported(ZERO_UTILS, _allow_in_zero)
+
+
+def unregister() -> None:
+    """Undo ``register()``: ``torch.optim``, the import hook and DeepSpeed's list are as before."""
+    for name in NAMES:
+        if getattr(torch.optim, name, None) is mars_from_config:
+            delattr(torch.optim, name)
+    forget(ZERO_UTILS)
+    supported = getattr(sys.modules.get(ZERO_UTILS), "ZERO_SUPPORTED_OPTIMIZERS", [])
+    if MARS in supported:
+        supported.remove(MARS)
+
+
+def _allow_in_zero(zero_utils: ModuleType) -> None:
+    """Let ZeRO take MARS without ``zero_allow_untested_optimizer``."""
+    supported = getattr(zero_utils, "ZERO_SUPPORTED_OPTIMIZERS", None)
+    if supported is None:
+        raise RuntimeError(
+            f"{ZERO_UTILS} has no ZERO_SUPPORTED_OPTIMIZERS: this release of DeepSpeed differs from the tested ones "
+            '(0.19). Set "zero_allow_untested_optimizer": true in the configuration, or install a tested release.'
+        )
+    if MARS not in supported:
+        supported.append(MARS)

@@ -1,0 +1,49 @@
+"""The orthogonal factor of a matrix: by Newton-Schulz iteration, or exactly."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# X <- a X + (b A + c A A) X with A = X X^T, as in the code of the MARS authors (arXiv 2411.10438).
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def newton_schulz(x: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype | None = None) -> Tensor:
+    """Approximate orthogonal factor of ``x`` by the quintic Newton-Schulz iteration.
+
+    Formula: X_0 = x / (||x||_F + eps); X <- a X + (b A + c A A) X with A = X X^T, ``steps`` times, tall matrices
+    transposed first. The singular values end in about [0.7, 1.2], not at 1: that is the published behaviour.
+
+    Args:
+        x: shape (..., rows, cols), floating point. Leading dimensions are a batch of independent matrices.
+        steps: number of iterations.
+        eps: added to the Frobenius norm (the norm is taken in the precision of ``x``, at least float32).
+        dtype: precision of the iteration; None takes bfloat16 on accelerators, and float32 on CPUs (where bfloat16
+            products are emulated), or float64 for float64 input there.
+
+    Returns: a tensor of the shape and dtype of ``x``. A zero matrix gives zero.
+    """
+    if dtype is None:
+        dtype = torch.promote_types(x.dtype, torch.float32) if x.device.type == "cpu" else torch.bfloat16
+    a, b, c = COEFFICIENTS
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide / (torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True) + eps)
+    tall = x.shape[-2] > x.shape[-1]
+    y = (wide.mT if tall else wide).to(dtype)
+    for _ in range(steps):
+        gram = y @ y.mT
+        y = a * y + (b * gram + c * gram @ gram) @ y
+    return (y.mT if tall else y).to(x.dtype)
+
+
+def polar_factor(x: Tensor) -> Tensor:
+    """The orthogonal polar factor U V^T of ``x`` = U S V^T, the definition in the MARS paper.
+
+    ``x`` has shape (..., rows, cols). Directions whose singular value is zero to rounding are left out, so that a
+    zero matrix gives zero. Computed in at least float32; returns the shape and dtype of ``x``.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    u, s, vh = torch.linalg.svd(wide, full_matrices=False)
+    floor = s.amax(dim=-1, keepdim=True) * max(x.shape[-2:]) * torch.finfo(wide.dtype).eps
+    return ((u * (s > floor).to(u.dtype).unsqueeze(-2)) @ vh).to(x.dtype)

@@ -1,0 +1,154 @@
+"""The update rules: what each keeps per tensor, and the direction in which it moves.
+
+All rules share the corrected gradient c~ and p <- p - lr * (weight_decay * p + d); they differ in d. Formulas follow
+arXiv 2411.10438 (MARS) and arXiv 2510.21800 (MARS-M) as implemented by their authors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mars_dist.maths.orthogonalize import newton_schulz, polar_factor
+
+Tensors = list[Tensor]
+# One weight for all tensors, or one 0-dim tensor each (a step that may be skipped is a step of weight 0).
+Weight = float | Tensors
+
+
+def lerp_(xs: Tensors, ys: Tensors, weight: Weight) -> None:
+    """x <- x + weight * (y - x), in place, tensor by tensor."""
+    if isinstance(weight, float):
+        torch._foreach_lerp_(xs, ys, weight)
+    else:
+        for x, y, w in zip(xs, ys, weight, strict=True):
+            x.lerp_(y, w.to(x.dtype))
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The moments of a list of tensors and what an element-wise rule needs to turn them into a direction.
+
+    ``weight1`` = 1 - beta1 and ``weight2`` = 1 - beta2 (zero for a tensor whose step is skipped); ``correction1`` =
+    1 - beta1^t and ``correction2`` = sqrt(1 - beta2^t), one 0-dim tensor for each tensor.
+    """
+
+    exp_avg: Tensors
+    exp_avg_sq: Tensors
+    max_exp_avg_sq: Tensors
+    weight1: Weight
+    weight2: Weight
+    correction1: Sequence[Tensor]
+    correction2: Sequence[Tensor]
+    eps: float
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An update rule.
+
+    Attributes:
+        label: the name shown to people and returned by ``MARS.rule_counts()``.
+        corrected: uses c~, hence the previous gradient and the norm of the whole tensor; plain AdamW does not.
+        second_moment: keeps ``exp_avg_sq``.
+        direction: element-wise rules: ``direction(c, moments)`` updates the moments in place and returns d for each
+            tensor (it may write into ``c``).
+        matrix_direction: matrix rules: ``matrix_direction(exp_avg, 1 - beta1, eps, orthogonalize)`` is called with a
+            whole matrix, or a batch of them, after the momentum was updated; it changes nothing and returns d.
+    """
+
+    label: str
+    corrected: bool = True
+    second_moment: bool = False
+    direction: Callable[[Tensors, Moments], Tensors] | None = None
+    matrix_direction: Callable[[Tensor, float, float, Orthogonalizer], Tensor] | None = None
+
+    @property
+    def whole_matrix(self) -> bool:
+        return self.matrix_direction is not None
+
+
+@dataclass(frozen=True)
+class Orthogonalizer:
+    """How a matrix is orthogonalised: method, iterations, precision (None = by device)."""
+
+    method: str
+    steps: int
+    dtype: torch.dtype | None
+
+    def __call__(self, x: Tensor, eps: float) -> Tensor:
+        return polar_factor(x) if self.method == "svd" else newton_schulz(x, self.steps, eps, self.dtype)
+
+
+def adamw_direction(c: Tensors, s: Moments) -> Tensors:
+    """d = m / ((sqrt(v) / sqrt(1 - beta2^t) + eps) * (1 - beta1^t)), with m, v the moments of c and c^2.
+
+    ``amsgrad`` takes the running maximum of v.
+    """
+    lerp_(s.exp_avg, c, s.weight1)
+    torch._foreach_mul_(c, c)
+    lerp_(s.exp_avg_sq, c, s.weight2)
+    v = s.exp_avg_sq
+    if s.max_exp_avg_sq:
+        torch._foreach_maximum_(s.max_exp_avg_sq, v)
+        v = s.max_exp_avg_sq
+    d = torch._foreach_sqrt(v)
+    torch._foreach_div_(d, list(s.correction2))
+    torch._foreach_add_(d, s.eps)
+    torch._foreach_mul_(d, list(s.correction1))
+    return list(torch._foreach_div(s.exp_avg, d))
+
+
+def lion_direction(c: Tensors, s: Moments) -> Tensors:
+    """d = sign(m), with m the moment of c."""
+    lerp_(s.exp_avg, c, s.weight1)
+    return list(torch._foreach_sign(s.exp_avg))
+
+
+def shampoo_direction(exp_avg: Tensor, weight1: float, eps: float, orthogonalize: Orthogonalizer) -> Tensor:
+    """d = orth(m / (1 - beta1)) * sqrt(max(1, rows / cols)), for (..., rows, cols)."""
+    rows, cols = exp_avg.shape[-2:]
+    return orthogonalize(exp_avg / weight1, eps) * math.sqrt(max(1.0, rows / cols))
+
+
+def mars_m_direction(exp_avg: Tensor, weight1: float, eps: float, orthogonalize: Orthogonalizer) -> Tensor:
+    """d = orth(m) * 0.2 * sqrt(max(rows, cols)), for (..., rows, cols); the iteration adds 1e-7, not ``eps``."""
+    return orthogonalize(exp_avg, 1e-7) * (0.2 * math.sqrt(max(exp_avg.shape[-2:])))
+
+
+ADAMW = Rule("AdamW", corrected=False, second_moment=True, direction=adamw_direction)
+
+RULES = {
+    "mars-adamw": Rule("MARS-AdamW", second_moment=True, direction=adamw_direction),
+    "mars-lion": Rule("MARS-Lion", direction=lion_direction),
+    "mars-shampoo": Rule("MARS-Shampoo", matrix_direction=shampoo_direction),
+    "mars-m": Rule("MARS-M", matrix_direction=mars_m_direction),
+}
+
+
+def rule_for(
+    shape: Sequence[int], mars_type: str, matrix_ndim: Sequence[int], use_mars: bool | None, optimize_1d: bool
+) -> Rule:
+    """The rule of a tensor of GLOBAL shape ``shape`` (never the shape of the piece that one rank holds).
+
+    ``use_mars`` True or False decides for a whole parameter group; None goes by shape: tensors with a number of
+    dimensions in ``matrix_ndim`` take MARS, all others plain AdamW unless ``optimize_1d``. A tensor that is not a
+    matrix cannot take a matrix rule: it takes MARS-AdamW instead.
+    """
+    is_matrix = len(shape) in matrix_ndim
+    if use_mars is None:
+        use_mars = is_matrix or optimize_1d
+    if not use_mars:
+        return ADAMW
+    rule = RULES[mars_type]
+    return RULES["mars-adamw"] if rule.whole_matrix and not is_matrix else rule
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """View ``x`` as the matrix that the matrix rules see: rank 3 is a batch of matrices (experts), a higher rank a
+    convolution, flattened to (d0, -1)."""
+    return x if x.ndim <= 3 else x.reshape(x.shape[0], -1)

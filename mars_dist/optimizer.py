@@ -1,0 +1,395 @@
+"""``MARS``, a torch optimizer: the same under one process, DDP and DeepSpeed ZeRO."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from mars_dist import states
+from mars_dist.config import (
+    GROUP_DEFAULTS,
+    LR_1D,
+    WEIGHT_DECAY_1D,
+    Settings,
+    check_keywords,
+    resolve_defaults,
+    resolve_group,
+)
+from mars_dist.sharding.layout import Layout
+from mars_dist.sharding.locate import locate
+from mars_dist.sharding.norms import check_same
+from mars_dist.step import Shard, take_step
+
+logger = logging.getLogger("mars_dist")
+
+STATE_DICT_KEY = "mars_dist"
+STATE_DICT_FORMAT = 1
+GROUP_ID = "mars_group"
+
+
+class MARS(Optimizer):
+    r"""Variance-reduced, preconditioned training: MARS-AdamW, MARS-Lion, MARS-Shampoo and MARS-M.
+
+    One step for a tensor with value p, gradient g, gradient of the step before h, at step t = 1, 2, ...:
+
+    .. code-block:: text
+
+        k  = gamma * beta1 / (1 - beta1)
+        c  = g + k * (g - h)                    h = 0 at the first step
+        c~ = c / ||c|| if ||c|| > 1 else c      the norm of the WHOLE tensor, however it is sharded
+        m  = beta1 * m + (1 - beta1) * c~
+        mars-adamw    v = beta2 * v + (1 - beta2) * c~^2
+                      d = m / ((sqrt(v) / sqrt(1 - beta2^t) + eps) * (1 - beta1^t))
+        mars-lion     d = sign(m)
+        mars-shampoo  d = orth(m / (1 - beta1)) * sqrt(max(1, rows / cols))
+        mars-m        d = orth(m) * 0.2 * sqrt(max(rows, cols))
+        p  = p - lr * (weight_decay * p + d)
+
+    Tensors with exactly two dimensions take this rule. All others take plain AdamW with ``lr_1d``, ``betas_1d`` and
+    ``weight_decay_1d``, unless ``optimize_1d``. The shape that counts is the parameter's, not that of the piece of it
+    that a rank holds under ZeRO.
+
+    Source: arXiv 2411.10438 and 2510.21800; where the authors' code (AGI-Arena/MARS) differs from the papers, the
+    code's behaviour is the default, because the published results came from it.
+
+    Args:
+        params: parameters, named parameters (``model.named_parameters()``), or parameter groups. Real floating-point
+            dtypes; moments of half-precision parameters are kept in float32.
+        lr: learning rate of the tensors under MARS; a number or a tensor of one element. 0 is allowed: the tensors
+            under plain AdamW then follow ``lr`` itself.
+        betas: decay of the first and the second moment.
+        eps: added to the denominator (and to the norm before the orthogonalisation of mars-shampoo).
+        weight_decay: decoupled decay of the tensors under MARS.
+        amsgrad: use the running maximum of the second moment.
+        gamma: strength of the gradient correction.
+        is_approx: True takes the gradient of the step before as h. False (exact mode) takes the gradient of the
+            CURRENT batch at the previous point, handed over by ``update_previous_grad()`` and ``update_last_grad()``.
+        mars_type: "mars-adamw", "mars-lion", "mars-shampoo" or "mars-m".
+        optimize_1d: the MARS rule for all tensors (the matrix variants: MARS-AdamW for those that are no matrices).
+        lr_1d: learning rate of the tensors under plain AdamW. Kept as its ratio to ``lr`` (group key
+            ``lr_1d_ratio``), so that one schedule acts on both.
+        betas_1d, weight_decay_1d: of the tensors under plain AdamW. Where ``weight_decay_1d`` is not given, a group
+            that names its own ``weight_decay`` uses that.
+        clip: bound of ||c||; None leaves it out.
+        first_step: "reference" (h = 0 at the first step) or "paper" (h = g).
+        ns_steps, ns_dtype: Newton-Schulz iterations and their precision ("bfloat16", "float32", "float64"; None:
+            bfloat16 on accelerators, at least float32 on CPUs).
+        orthogonalizer: "newton-schulz", or "svd" for the exact factor.
+        matrix_ndim: the number of dimensions that makes a tensor a matrix, or a tuple of numbers. Matrix variants
+            take rank 3 as a batch of matrices and flatten higher ranks to (d0, -1); c is clipped per tensor.
+        skip_nonfinite: leave parameters, states and counters alone in a step whose gradients are not all finite. The
+            decision stays on the device. False lets NaN through, as torch.optim does.
+        use_mars: True or False decides for all tensors (of a group); None goes by shape.
+        maximize: ascend instead of descend.
+
+    State per tensor: ``step`` (0-dim), ``exp_avg``, and what its rule needs of ``exp_avg_sq``, ``max_exp_avg_sq`` and
+    ``prev_grad`` (h, in the gradient's dtype, never sharing memory with a gradient). Created at the first step.
+
+    Raises:
+        ValueError, TypeError: for a value out of range or an unknown keyword, naming it and the nearest known one.
+        RuntimeError: in ``step()`` for sparse or complex gradients, or when an engine hands over tensors whose shapes
+            cannot be known; MARS never falls back to AdamW silently.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        gamma: float = 0.025,
+        is_approx: bool = True,
+        mars_type: str = "mars-adamw",
+        optimize_1d: bool = False,
+        lr_1d: float = LR_1D,
+        betas_1d: tuple[float, float] = (0.9, 0.95),
+        weight_decay_1d: float = WEIGHT_DECAY_1D,
+        *,
+        clip: float | None = 1.0,
+        first_step: str = "reference",
+        ns_steps: int = 5,
+        ns_dtype: str | torch.dtype | None = None,
+        orthogonalizer: str = "newton-schulz",
+        matrix_ndim: int | tuple[int, ...] = 2,
+        skip_nonfinite: bool = False,
+        use_mars: bool | None = None,
+        maximize: bool = False,
+        **unknown: Any,
+    ) -> None:
+        check_keywords(unknown, KEYWORDS)
+        self.settings = Settings(
+            mars_type=mars_type,
+            is_approx=is_approx,
+            first_step=first_step,
+            ns_steps=ns_steps,
+            ns_dtype=None if ns_dtype is None else str(ns_dtype),
+            orthogonalizer=orthogonalizer,
+            matrix_ndim=matrix_ndim,  # type: ignore[arg-type]
+            skip_nonfinite=skip_nonfinite,
+        )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "gamma": gamma,
+            "optimize_1d": optimize_1d,
+            "lr_1d": lr_1d,
+            "betas_1d": betas_1d,
+            "weight_decay_1d": weight_decay_1d,
+            "clip": clip,
+            "use_mars": use_mars,
+            "maximize": maximize,
+        }
+        assert defaults.keys() == GROUP_DEFAULTS.keys()
+        self._reset()
+        super().__init__(params, resolve_defaults(defaults))
+
+    # ------------------------------------------------------------------------------------------------ groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its keys are those of the constructor that may differ between groups (see config.py).
+
+        ``lr_1d`` becomes ``lr_1d_ratio``. The dict itself is not changed.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
+        group = resolve_group(param_group, self.defaults)
+        group[GROUP_ID] = len(self._originals)
+        super().add_param_group(group)
+        self._remember(group)
+
+    def _remember(self, group: dict[str, Any]) -> None:
+        """Keep the parameters the group was constructed with: under ZeRO they say where their pieces went.
+
+        Weak references, so that parameters an engine has replaced can be freed.
+        """
+        number = group[GROUP_ID]
+        names = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
+        self._originals[number] = [
+            (name, weakref.ref(p)) for name, p in zip(names, group["params"], strict=True) if p.requires_grad
+        ]
+
+    # -------------------------------------------------------------------------------------------------- step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step for every parameter that has a gradient.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Returns: what ``closure`` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.settings.is_approx and not self._previous_is_new:
+            raise RuntimeError(
+                "MARS in exact mode (is_approx=False): step() was called twice with the same previous gradient. After "
+                "each step take the gradient of the next batch at the point before it: see update_previous_grad()."
+            )
+        shards = []
+        may_be_dry_run = False
+        for group in self.param_groups:
+            lr = group["lr"]
+            for i, p in enumerate(group["params"]):
+                if p.grad is None:
+                    continue
+                shard = self._shard(group, i, p)
+                new = not self.state[p]
+                may_be_dry_run |= isinstance(lr, Tensor) or lr == 0.0 or (new and shard.layout.engine == "copies")
+                rules = [shard.rule(segment, self.settings) for segment in shard.layout.segments]
+                states.ensure(shard.state, p, shard.grad, rules, group["amsgrad"])
+                shards.append(shard)
+        if shards:
+            take_step(shards, self.settings, may_be_dry_run)
+            self._previous_is_new = self.settings.is_approx
+        return loss
+
+    def _shard(self, group: dict[str, Any], position: int, p: Tensor) -> Shard:
+        grad = p.grad
+        assert grad is not None
+        if grad.is_sparse:
+            raise RuntimeError(
+                f"MARS does not support sparse gradients (parameter of shape {tuple(p.shape)}): use dense ones, for "
+                "example nn.Embedding(..., sparse=False)."
+            )
+        if grad.is_complex():
+            raise RuntimeError(
+                f"MARS does not support complex gradients (parameter of shape {tuple(p.shape)}, {grad.dtype}): train "
+                "the real and imaginary parts as real parameters."
+            )
+        return Shard(p, grad, self.state[p], group, self._layout(group, position, p))
+
+    def _layout(self, group: dict[str, Any], position: int, p: Tensor) -> Layout:
+        """The table of pieces of ``p``, built and checked the first time ``p`` is seen."""
+        layout = self._layouts.get(id(p))
+        if layout is not None and layout[0]() is p:
+            if not self._logged:
+                self._log_rules()
+            return layout[1]
+        originals = [(name, q) for name, ref in self._originals[group[GROUP_ID]] if (q := ref()) is not None]
+        found = locate(p, position, group["params"], originals)
+        if found.process_group is not None and dist.get_world_size(found.process_group) > 1:
+            if not check_same(found.fingerprint(), found.process_group, p.device):
+                raise RuntimeError(
+                    "MARS: the ranks that share this tensor do not agree on the names, shapes or order of the "
+                    f"parameters in it (this rank sees {len(found.segments)}, the first is {found.segments[0].name} of "
+                    f"shape {found.segments[0].shape}). Build the same model and parameter groups on every rank."
+                )
+            self._refuse_matrix_rules(group, found)
+        self._layouts[id(p)] = (weakref.ref(p), found)
+        for segment in found.segments:
+            self._rules[segment.name] = Shard(p, p, {}, group, found).rule(segment, self.settings).label
+        if not self._logged and len(self._rules) >= sum(len(refs) for refs in self._originals.values()):
+            self._log_rules()
+        return found
+
+    def _refuse_matrix_rules(self, group: dict[str, Any], layout: Layout) -> None:
+        for segment in layout.segments:
+            rule = Shard(torch.empty(0), torch.empty(0), {}, group, layout).rule(segment, self.settings)
+            if rule.whole_matrix:
+                raise RuntimeError(
+                    f"{rule.label} needs whole matrices, and {layout.engine} spreads {segment.name} of shape "
+                    f"{segment.shape} over {dist.get_world_size(layout.process_group)} ranks: this version supports "
+                    "the matrix variants on whole tensors only (one process, DDP, ZeRO stage 0). Use mars_type="
+                    '"mars-adamw" or "mars-lion" here.'
+                )
+
+    # ------------------------------------------------------------------------------------------- exact mode
+
+    @torch.no_grad()
+    def update_previous_grad(self) -> None:
+        """Exact mode: keep the present ``.grad`` as the previous gradient of the NEXT step.
+
+        Call it when the gradients are those of the next batch at the present point, before ``zero_grad()`` and the
+        gradient of the present batch; call ``update_last_grad()`` after ``step()``. Does nothing in approximate mode.
+        """
+        if self.settings.is_approx:
+            return
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if "next_prev_grad" not in state:
+                        state["next_prev_grad"] = torch.empty_like(p.grad)
+                    state["next_prev_grad"].copy_(p.grad)
+
+    @torch.no_grad()
+    def update_last_grad(self) -> None:
+        """Exact mode: the gradient kept by ``update_previous_grad()`` becomes h of the step that comes next."""
+        if self.settings.is_approx:
+            return
+        for state in self.state.values():
+            if "next_prev_grad" in state:
+                swapped = state["next_prev_grad"], state.get("prev_grad")
+                state["prev_grad"] = swapped[0]
+                if swapped[1] is None:
+                    del state["next_prev_grad"]
+                else:
+                    state["next_prev_grad"] = swapped[1]
+        self._previous_is_new = True
+
+    # ------------------------------------------------------------------------------------- numbers for people
+
+    def rule_counts(self) -> dict[str, int]:
+        """How many tensors take each rule, for example ``{"MARS-AdamW": 25, "AdamW": 26}``.
+
+        Counted over the tensors that were really stepped so far, by their global shapes: the same on every rank.
+        """
+        return dict(Counter(self._rules.values()).most_common())
+
+    def engines(self) -> set[str]:
+        """Where the tensors stepped so far came from: "whole tensors", "copies", "ZeRO-1/2", "ZeRO-3"."""
+        return {layout.engine for _, layout in self._layouts.values()}
+
+    def _log_rules(self) -> None:
+        self._logged = True
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        if rank == 0:
+            counts = self.rule_counts()
+            plain = counts.pop("AdamW", 0)
+            noun = "matrices" if self.settings.matrix_ndim == (2,) else "tensors"
+            parts = [f"{label} on {n} {noun}" for label, n in counts.items()]
+            parts += [f"AdamW on {plain} other tensors"] if plain else []
+            logger.info("%s (%s)", ", ".join(parts), ", ".join(sorted(self.engines())))
+
+    # ------------------------------------------------------------------------------------- saving and loading
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch.optim, and what is one for the optimizer under ``"mars_dist"``."""
+        out = super().state_dict()
+        out[STATE_DICT_KEY] = {"format": STATE_DICT_FORMAT, **self.settings.to_dict()}
+        return out
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load states, groups and settings. States keep the precision they were saved in and are copied."""
+        numbers = [group[GROUP_ID] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        ours = state_dict.get(STATE_DICT_KEY)
+        if ours is not None:
+            fields = {k: tuple(v) if isinstance(v, list) else v for k, v in ours.items() if k != "format"}
+            self.settings = Settings(**fields)
+        saved = dict(
+            zip(
+                (i for group in state_dict["param_groups"] for i in group["params"]),
+                (p for group in self.param_groups for p in group["params"]),
+                strict=True,
+            )
+        )
+        for i, state in state_dict["state"].items():
+            if i in saved:
+                self.state[saved[i]] = states.restore(state, saved[i])
+        for number, group in zip(numbers, self.param_groups, strict=True):
+            group[GROUP_ID] = number
+        self._reset(originals=self._originals)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "settings": self.settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, float(value) if name == "weight_decay_1d" else value)
+        if "settings" in state:  # unpickled or deep-copied, not load_state_dict
+            self._reset()
+            for number, group in enumerate(self.param_groups):
+                group[GROUP_ID] = number
+                self._remember(group)
+
+    def _reset(self, originals: dict[int, Any] | None = None) -> None:
+        """What is derived from the groups and rebuilt when they change; none of it is saved."""
+        self._originals: dict[int, list[tuple[str, weakref.ref[Tensor]]]] = originals or {}
+        self._layouts: dict[int, tuple[weakref.ref[Tensor], Layout]] = {}
+        self._rules: dict[str, str] = {}
+        self._logged = False
+        self._previous_is_new = True
+
+
+KEYWORDS = tuple(
+    name
+    for name, parameter in inspect.signature(MARS.__init__).parameters.items()
+    if name not in ("self", "params") and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+)

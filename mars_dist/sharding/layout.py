@@ -1,0 +1,64 @@
+"""The table of pieces: which part of which tensor lies where in the tensor that an engine hands to the optimizer."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One rank's piece of one parameter.
+
+    Attributes:
+        name: the parameter's name, or its position ("group 0, parameter 3") where the optimizer was given no names.
+        shape: the GLOBAL shape of the parameter, whatever the sharding.
+        start, stop: the piece is elements [start, stop) of the flattened parameter; empty when equal.
+        offset: where the piece begins in the (flattened) tensor that the engine hands to the optimizer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        return self.numel == math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All segments of one tensor that an engine hands over, in the same order and number on every rank.
+
+    Attributes:
+        segments: empty pieces included.
+        process_group: the ranks whose pieces together make each parameter exactly once; None when this process
+            holds every parameter whole.
+        engine: which source this table came from, for messages and tests: "whole tensors", "copies", "ZeRO-1/2",
+            "ZeRO-3".
+    """
+
+    segments: tuple[Segment, ...]
+    process_group: ProcessGroup | None
+    engine: str
+
+    def fingerprint(self) -> int:
+        """A number that is equal on ranks that agree on names, shapes and order (63 bits)."""
+        text = repr([(s.name, s.shape) for s in self.segments])
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def whole(name: str, param: torch.Tensor, engine: str = "whole tensors") -> Layout:
+    """The layout of a tensor that every process holds whole."""
+    shape = tuple(param.shape)
+    return Layout((Segment(name, shape, 0, math.prod(shape), 0),), None, engine)

@@ -1,0 +1,36 @@
+"""Which layout a tensor has that an engine hands to the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from mars_dist.sharding import torch_native, zero
+from mars_dist.sharding.layout import Layout, whole
+
+
+def locate(param: Tensor, position: int, handed: Sequence[Tensor], originals: Sequence[tuple[str, Tensor]]) -> Layout:
+    """The layout of ``param`` = ``handed[position]``, one of the tensors that a parameter group holds now.
+
+    Args:
+        handed: all tensors of the parameter group as the engine left it.
+        originals: name and parameter of every trainable tensor that the group was constructed with.
+
+    Raises:
+        RuntimeError: when the shapes cannot be known; the message says what to do.
+    """
+    for name, original in originals:
+        if original is param:
+            return torch_native.locate(name, param)
+    layout = zero.locate(param, originals)
+    if layout is not None:
+        return layout
+    # DeepSpeed without ZERO in 16 bits steps on float32 copies in the original shapes and order.
+    if [tuple(t.shape) for t in handed] == [tuple(t.shape) for _, t in originals]:
+        return whole(originals[position][0], param, engine="copies")
+    raise RuntimeError(
+        f"MARS was constructed with {len(originals)} trainable tensors in this parameter group, and the engine now "
+        f"hands it {len(handed)} others (here one of shape {tuple(param.shape)}) that it cannot match with them. "
+        + zero.REMEDY
+    )

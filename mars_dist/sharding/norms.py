@@ -1,0 +1,36 @@
+"""Sums over the ranks that share a tensor: one small vector, one all-reduce."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def communication_device(tensor: Tensor, group: ProcessGroup) -> torch.device:
+    """The device on which ``group`` can reduce a tensor that lies where ``tensor`` does.
+
+    With CPU offload the state is on the CPU while NCCL takes only accelerator tensors.
+    """
+    if tensor.device.type == "cpu" and "nccl" in dist.get_backend(group) and "gloo" not in dist.get_backend(group):
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None, "a process group with NCCL needs an accelerator"
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return tensor.device
+
+
+def sum_over_ranks(vector: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of ``vector`` over ``group``, on the device of ``vector``. One all-reduce."""
+    moved = vector.to(communication_device(vector, group))
+    dist.all_reduce(moved, group=group)
+    return moved.to(vector.device)
+
+
+def check_same(number: int, group: ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks of ``group`` hold the same non-negative 63-bit ``number``. One all-reduce, one host read."""
+    pair = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    pair = pair.to(communication_device(pair, group))
+    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
+    highest, negated_lowest = pair.tolist()
+    return bool(highest == -negated_lowest)

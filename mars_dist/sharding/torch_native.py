@@ -1,0 +1,32 @@
+"""Layouts of PyTorch's own engines: whole tensors on every rank (one process, DDP), and what is refused so far."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from mars_dist.sharding.layout import Layout, whole
+
+
+def locate(name: str, param: Tensor) -> Layout:
+    """The layout of ``param`` when the engine left it the parameter it was: whole on this process.
+
+    Raises:
+        RuntimeError: for parameters whose pieces are spread in a way that this version cannot see through.
+    """
+    if isinstance(param, DTensor):
+        if not all(isinstance(placement, Replicate) for placement in param.placements):
+            raise RuntimeError(
+                f"{name} is a sharded DTensor ({param.placements}): this version of mars_dist does not support FSDP2 "
+                "or tensor parallelism yet. Use DeepSpeed ZeRO-1/2/3 or DDP; MARS does not fall back to AdamW."
+            )
+        raise RuntimeError(
+            f"{name} is a DTensor: this version of mars_dist does not support DTensor parameters yet. Use DeepSpeed "
+            "ZeRO-1/2/3 or DDP."
+        )
+    if getattr(param, "_fsdp_flattened", False) or type(param).__name__ == "FlatParameter":
+        raise RuntimeError(
+            f"{name} belongs to FullyShardedDataParallel (FSDP1), which hands over flat pieces of tensors: this version "
+            "of mars_dist cannot see their shapes and does not fall back to AdamW. Use DeepSpeed ZeRO-1/2/3 or DDP."
+        )
+    return whole(name, param)

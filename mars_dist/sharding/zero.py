@@ -1,0 +1,106 @@
+"""Layouts under DeepSpeed ZeRO, read off the parameters that MARS was constructed with.
+
+ZeRO replaces the parameters in the optimizer's groups by flat partitions, but the original ``Parameter`` objects stay
+in the model and carry where they went: this module reads those attributes and imports nothing of DeepSpeed. They are
+private to DeepSpeed (read in 0.19), so every table is compared with the low-precision weights when it is built.
+
+* Stages 1 and 2, BF16_Optimizer: the trainable parameters of a group lie one after the other in one flat tensor
+  (permuted under ``round_robin_gradients``), padded at the end; rank r owns elements [r n, (r + 1) n).
+  ``p.data.storage_offset()`` is the position of p in it, ``p._dp_group`` the ranks that share it.
+* Stage 3: every parameter is cut on its own into ceil(numel / world_size) elements per rank, the last piece padded;
+  the pieces of a sub-group lie one after the other in one flat tensor. ``p.ds_shape`` is the shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mars_dist.sharding.layout import Layout, Segment
+
+REMEDY = (
+    "MARS needs the shape of every tensor and does not fall back to AdamW. Construct it with the model's own "
+    "parameters before deepspeed.initialize (or name it in ds_config.json), not with flat or copied ones."
+)
+
+
+def locate(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout | None:
+    """The layout of the flat partition ``flat``, or None when it is not one of ZeRO's.
+
+    Args:
+        flat: what the engine put into the parameter group.
+        originals: name and parameter of every trainable tensor that the group was constructed with.
+
+    Raises:
+        RuntimeError: when it is ZeRO's but the table does not agree with the weights.
+    """
+    sharded = [(name, p) for name, p in originals if hasattr(p, "_z3_optimizer")]
+    if sharded:
+        return _stage3(flat, sharded)
+    partitioned = [(name, p) for name, p in originals if hasattr(p, "_dp_group")]
+    if partitioned:
+        return _stage12(flat, partitioned)
+    return None
+
+
+def _stage12(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout:
+    group = originals[0][1]._dp_group  # type: ignore[attr-defined]
+    first = dist.get_rank(group) * flat.numel()
+    last = first + flat.numel()
+    segments = []
+    for name, p in originals:
+        begin = p.data.storage_offset()
+        low, high = max(first, begin), min(last, begin + p.numel())
+        if low >= high:
+            segments.append(Segment(name, tuple(p.shape), 0, 0, 0))
+            continue
+        segment = Segment(name, tuple(p.shape), low - begin, high - begin, low - first)
+        _check(flat, segment, p.data.flatten()[segment.start : segment.stop], "ZeRO-1/2")
+        segments.append(segment)
+    return Layout(tuple(segments), group, "ZeRO-1/2")
+
+
+def _stage3(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout:
+    engine: Any = originals[0][1]._z3_optimizer  # type: ignore[attr-defined]
+    index = next((i for i, t in enumerate(engine.fp32_partitioned_groups_flat) if t is flat), None)
+    if index is None:
+        raise RuntimeError(
+            "MARS was handed a tensor that is none of ZeRO-3's flat partitions "
+            f"(shape {tuple(flat.shape)}, {flat.dtype}). {REMEDY}"
+        )
+    names = {id(p): name for name, p in originals}
+    members = engine.fp16_groups[index]
+    group = members[0].ds_process_group
+    rank = dist.get_rank(group)
+    segments, offset = [], 0
+    for p in members:
+        size = p.partition_numel()
+        start = min(rank * size, p.ds_numel)
+        stop = min(start + size, p.ds_numel)
+        segment = Segment(names.get(id(p), f"ds_id {p.ds_id}"), tuple(p.ds_shape), start, stop, offset)
+        if segment.numel and p.ds_tensor.numel() >= segment.numel:  # the weights may be swapped out (NVMe)
+            _check(flat, segment, p.ds_tensor.data.flatten()[: segment.numel], "ZeRO-3")
+        segments.append(segment)
+        offset += size
+    if offset != flat.numel():
+        raise RuntimeError(
+            f"ZeRO-3: the pieces of sub-group {index} add up to {offset} elements, its flat partition has "
+            f"{flat.numel()}: this release of DeepSpeed lays them out in a way that mars_dist does not know. {REMEDY}"
+        )
+    return Layout(tuple(segments), group, "ZeRO-3")
+
+
+def _check(flat: Tensor, segment: Segment, weights: Tensor, engine: str) -> None:
+    """Compare the flat partition with the weights that the model computes with."""
+    master = flat.detach()[segment.offset : segment.offset + segment.numel].to(weights.dtype)
+    if not torch.equal(master.nan_to_num(), weights.detach().to(master.device).nan_to_num()):
+        raise RuntimeError(
+            f"{engine}: the table of pieces does not agree with the weights of {segment.name} "
+            f"(elements {segment.start} to {segment.stop} of shape {segment.shape}). This release of DeepSpeed lays "
+            "its partitions out in a way that mars_dist does not know (tested with 0.19), or the weights were changed "
+            "after deepspeed.initialize without its master copy. Training with a wrong table would be silently wrong."
+        )

@@ -1,0 +1,66 @@
+"""What is stored per tensor, in which shape and precision.
+
+| key | when | precision |
+|---|---|---|
+| step | always | float32, 0-dim, on the parameter's device |
+| exp_avg | always | the parameter's, float32 for half-precision parameters |
+| exp_avg_sq | a rule with a second moment | as exp_avg |
+| max_exp_avg_sq | the same, with amsgrad | as exp_avg |
+| prev_grad | a rule with the gradient correction | the gradient's: the copy is exact |
+| next_prev_grad | exact mode, between update_previous_grad() and update_last_grad() | as prev_grad |
+
+A state has the shape of the tensor that the engine hands to the optimizer (under ZeRO the flat partition: DeepSpeed
+links and saves no other shape), and is left out where no piece of that tensor needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mars_dist.maths.rules import Rule
+
+STEP = "step"
+
+
+def ensure(state: dict[str, Any], param: Tensor, grad: Tensor, rules: Iterable[Rule], amsgrad: bool) -> None:
+    """Create what ``rules`` need for ``param`` and is not there yet, as zeros."""
+    rules = list(rules)
+    moment_dtype = torch.promote_types(param.dtype, torch.float32)
+    second = any(r.second_moment for r in rules)
+
+    def add(key: str, dtype: torch.dtype) -> None:
+        if key not in state:
+            state[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+
+    if STEP not in state:
+        state[STEP] = torch.zeros((), dtype=torch.float32, device=param.device)
+    add("exp_avg", moment_dtype)
+    if second:
+        add("exp_avg_sq", moment_dtype)
+    if second and amsgrad:
+        add("max_exp_avg_sq", moment_dtype)
+    if any(r.corrected for r in rules):
+        add("prev_grad", grad.dtype)
+
+
+def restore(loaded: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """Own copies of the tensors of one loaded state, laid out as ``param`` is, in the precision they were saved in.
+
+    torch.optim casts to the parameter's dtype and may share memory with the dictionary that was loaded; h must not be
+    shared with anyone. Every state gets a step counter of its own.
+    """
+    out: dict[str, Any] = {}
+    for key, value in loaded.items():
+        if key == STEP and not isinstance(value, Tensor):
+            value = torch.tensor(float(value), dtype=torch.float32)
+        if not isinstance(value, Tensor):
+            out[key] = value
+        elif value.shape == param.shape:
+            out[key] = torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
+        else:
+            out[key] = value.detach().to(device=param.device, copy=True)
+    return out

@@ -1,0 +1,270 @@
+"""One step of MARS over the tensors that an engine hands to the optimizer, however they are sharded.
+
+Pass 1 writes nothing: the squared norm of c for every tensor, summed over the ranks that share it by ONE all-reduce
+per process group. Pass 2: moments, values, previous gradient. Matrix rules then move their values by the whole
+matrix. No value is read back to the host: scales, counters and the decision to skip a step stay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mars_dist import kernels
+from mars_dist.config import Settings
+from mars_dist.kernels import Block, Hyper
+from mars_dist.maths.rules import Orthogonalizer, Rule, as_matrix, rule_for
+from mars_dist.sharding.layout import Layout, Segment
+from mars_dist.sharding.norms import sum_over_ranks
+from mars_dist.states import STEP
+
+# Elements per block. On a CPU the temporaries of a block should stay in the cache; on an accelerator a block bounds
+# the extra memory and should be large enough to make launches rare.
+BLOCK_NUMEL = {"cpu": 1 << 17}
+BLOCK_NUMEL_ACCELERATOR = 1 << 26
+
+STATE_LISTS = ("prev_grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+@dataclass
+class Shard:
+    """One tensor as the engine hands it over: this rank's part of one or of many parameters."""
+
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    group: Mapping[str, Any]
+    layout: Layout
+
+    def rule(self, segment: Segment, settings: Settings) -> Rule:
+        g = self.group
+        return rule_for(segment.shape, settings.mars_type, settings.matrix_ndim, g["use_mars"], g["optimize_1d"])
+
+
+@dataclass
+class Piece:
+    """This rank's piece of one parameter in one step."""
+
+    shard: Shard
+    segment: Segment
+    squared_norms: list[Tensor] = field(default_factory=list)
+    scale: Tensor | None = None
+
+    def views(self, source: Tensor) -> list[Tensor]:
+        """This piece in ``source`` (value, gradient or state of the shard), cut into blocks where memory allows."""
+        s = self.segment
+        if not all(t.is_contiguous() for t in (self.shard.param, self.shard.grad)):
+            return [source]  # element-wise work on a whole tensor needs no flat view
+        flat = source.view(-1)[s.offset : s.offset + s.numel]
+        return list(flat.split(BLOCK_NUMEL.get(source.device.type, BLOCK_NUMEL_ACCELERATOR)))
+
+
+@dataclass
+class Bucket:
+    """Pieces that share parameter group, rule, dtypes and device."""
+
+    rule: Rule
+    hyper: Hyper
+    pieces: list[Piece] = field(default_factory=list)
+
+    def blocks(self) -> list[Block]:
+        """Views of all non-empty pieces, packed into blocks of bounded size."""
+        blocks = [Block()]
+        filled = 0
+        for owner, piece in enumerate(self.pieces):
+            if piece.segment.numel == 0:
+                continue
+            shard = piece.shard
+            sources = {"value": shard.param, "grad": shard.grad}
+            wanted = ["exp_avg"] + ["prev_grad"] * self.rule.corrected + ["exp_avg_sq"] * self.rule.second_moment
+            wanted += ["max_exp_avg_sq"] * (self.rule.second_moment and shard.group["amsgrad"])
+            sources |= {key: shard.state[key] for key in wanted}
+            cut = {key: piece.views(tensor) for key, tensor in sources.items()}
+            limit = BLOCK_NUMEL.get(shard.param.device.type, BLOCK_NUMEL_ACCELERATOR)
+            for i, view in enumerate(cut["value"]):
+                if filled and filled + view.numel() > limit:
+                    blocks.append(Block())
+                    filled = 0
+                filled += view.numel()
+                for key, views in cut.items():
+                    getattr(blocks[-1], key).append(views[i])
+                blocks[-1].owner.append(owner)
+        return blocks if len(blocks[-1]) else blocks[:-1]
+
+
+def take_step(shards: Sequence[Shard], settings: Settings, may_be_dry_run: bool) -> None:
+    """One step of MARS over ``shards``, in place.
+
+    Args:
+        shards: what the engine handed over in this call, with states already created.
+        settings: what is one for the optimizer.
+        may_be_dry_run: checkpoint libraries and wrappers create states by a step on zero gradients. In such a call
+            a tensor that has taken no step yet is left alone if every gradient is zero.
+    """
+    buckets = list(_buckets(shards, settings).values())
+    masked = may_be_dry_run or settings.skip_nonfinite
+    is_first = {id(s): s.state[STEP] == 0 for s in shards}
+
+    blocks = [bucket.blocks() for bucket in buckets]
+    sums = _squared_norms(buckets, blocks, is_first, masked)
+    taken = _taken(sums, shards, settings, may_be_dry_run, is_first) if masked else {}
+    for s in shards:
+        s.state[STEP].add_(taken[id(s)] if masked else 1)
+
+    for bucket, its_blocks in zip(buckets, blocks, strict=True):
+        owners = [id(p.shard) for p in bucket.pieces]
+        correction1, correction2 = _bias_corrections(bucket)
+        clipped = bucket.pieces[0].scale is not None
+        for block in its_blocks:
+            kernels.update(
+                block,
+                bucket.rule,
+                bucket.hyper,
+                scale=[p.scale for p in bucket.pieces if p.scale is not None] if clipped else [],
+                is_first=[is_first[o] for o in owners],
+                taken=[taken[o] for o in owners] if masked else [],
+                correction1=correction1,
+                correction2=correction2,
+            )
+        if bucket.rule.matrix_direction is not None:
+            _move_matrices(bucket, settings, taken)
+
+
+def _buckets(shards: Sequence[Shard], settings: Settings) -> dict[Any, Bucket]:
+    buckets: dict[Any, Bucket] = {}
+    for shard in shards:
+        for segment in shard.layout.segments:
+            rule = shard.rule(segment, settings)
+            key = (id(shard.group), rule.label, shard.param.dtype, shard.grad.dtype, shard.param.device)
+            if key not in buckets:
+                buckets[key] = Bucket(rule, _hyper(shard.group, rule, settings))
+            buckets[key].pieces.append(Piece(shard, segment))
+    return buckets
+
+
+def _hyper(group: Mapping[str, Any], rule: Rule, settings: Settings) -> Hyper:
+    if not rule.corrected:
+        beta1, beta2 = group["betas_1d"]
+        return Hyper(
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            lr=group["lr"] * group["lr_1d_ratio"],
+            weight_decay=group["weight_decay_1d"],
+            maximize=group["maximize"],
+        )
+    beta1, beta2 = group["betas"]
+    return Hyper(
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        k=group["gamma"] * beta1 / (1.0 - beta1),
+        clip=group["clip"],
+        maximize=group["maximize"],
+        first_step_is_paper=settings.first_step == "paper",
+        keep_gradient=settings.is_approx,
+    )
+
+
+def _squared_norms(
+    buckets: list[Bucket], blocks: list[list[Block]], is_first: dict[int, Tensor], masked: bool
+) -> list[Tensor]:
+    """Set ``scale`` of every piece that is clipped; return the vectors of ||c||^2 of whole tensors.
+
+    The vectors have one float64 for each tensor that is clipped, and for all others as well when the caller must know
+    whether every gradient is finite (NaN and inf survive the sum).
+    """
+    by_group: dict[ProcessGroup | None, list[tuple[Piece, float | None]]] = {}
+    for bucket, its_blocks in zip(buckets, blocks, strict=True):
+        if bucket.hyper.clip is None and not masked:
+            continue
+        firsts = [is_first[id(p.shard)] for p in bucket.pieces]
+        for block in its_blocks:
+            for owner, norm in zip(block.owner, kernels.squared_norms(block, bucket.hyper, firsts), strict=True):
+                bucket.pieces[owner].squared_norms.append(norm)
+        for piece in bucket.pieces:
+            by_group.setdefault(piece.shard.layout.process_group, []).append((piece, bucket.hyper.clip))
+
+    vectors = []
+    for group, members in by_group.items():
+        vector = torch.stack([_sum(piece) for piece, _ in members])
+        if group is not None:
+            vector = sum_over_ranks(vector, group)
+        vectors.append(vector)
+        norms = vector.sqrt()
+        limits = [float("inf") if clip is None else clip for _, clip in members]
+        # A NaN norm is not above the limit: the NaN goes through to the parameters, as in the reference, unless
+        # skip_nonfinite leaves the step out.
+        limit = torch.tensor(limits, dtype=norms.dtype).to(norms.device, non_blocking=True)
+        scales = torch.where(norms > limit, limit / norms, torch.ones_like(norms)).unbind()
+        for (piece, clip), scale in zip(members, scales, strict=True):
+            if clip is not None:
+                piece.scale = scale
+    return vectors
+
+
+def _sum(piece: Piece) -> Tensor:
+    if len(piece.squared_norms) > 1:
+        return torch.stack(piece.squared_norms).sum()
+    if piece.squared_norms:
+        return piece.squared_norms[0]
+    return torch.zeros((), dtype=torch.float64, device=piece.shard.param.device)
+
+
+def _taken(
+    sums: list[Tensor],
+    shards: Sequence[Shard],
+    settings: Settings,
+    may_be_dry_run: bool,
+    is_first: dict[int, Tensor],
+) -> dict[int, Tensor]:
+    """For each shard, a 0-dim bool on its device: whether this call is a step for it."""
+    everything = torch.cat([v.to(sums[0].device) for v in sums])
+    finite = torch.isfinite(everything).all()
+    some_gradient = (everything != 0).any()  # NaN counts
+    taken = {}
+    for s in shards:
+        first = is_first[id(s)]
+        ok = torch.ones_like(first)
+        if settings.skip_nonfinite:
+            ok = ok & finite.to(first.device)
+        if may_be_dry_run:
+            ok = ok & (~first | some_gradient.to(first.device))
+        taken[id(s)] = ok
+    return taken
+
+
+def _bias_corrections(bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
+    """1 - beta1^t and sqrt(1 - beta2^t) for every piece, in float64 on the device."""
+    if not bucket.rule.second_moment:
+        return [], []
+    # A tensor that has taken no step has t = 0 and moves by zero: any t avoids 0 / 0.
+    t = torch.stack([p.shard.state[STEP] for p in bucket.pieces]).double().clamp(min=1.0)
+    correction1 = 1.0 - torch.pow(bucket.hyper.beta1, t)
+    correction2 = (1.0 - torch.pow(bucket.hyper.beta2, t)).sqrt()
+    return list(correction1.unbind()), list(correction2.unbind())
+
+
+def _move_matrices(bucket: Bucket, settings: Settings, taken: dict[int, Tensor]) -> None:
+    assert bucket.rule.matrix_direction is not None
+    hyper = bucket.hyper
+    dtype = getattr(torch, settings.ns_dtype) if settings.ns_dtype else None
+    orthogonalize = Orthogonalizer(settings.orthogonalizer, settings.ns_steps, dtype)
+    for piece in bucket.pieces:
+        if piece.segment.numel == 0:
+            continue
+        s, shape = piece.segment, piece.segment.shape
+        value, exp_avg = (
+            t if t.shape == shape else t.view(-1)[s.offset : s.offset + s.numel].view(shape)
+            for t in (piece.shard.param, piece.shard.state["exp_avg"])
+        )
+        d = bucket.rule.matrix_direction(as_matrix(exp_avg), 1.0 - hyper.beta1, hyper.eps, orthogonalize)
+        lr = [taken[id(piece.shard)].double() * hyper.lr] if taken else hyper.lr
+        kernels.move([value], [d.reshape(shape)], lr, hyper.weight_decay)
