@@ -1,0 +1,113 @@
+"""A pool of rank processes on this machine that a whole test module shares: start-up is the cost, not the cases.
+
+Ranks talk over gloo with a file as rendezvous. A case that does not finish in time is a failure that shows the stack
+of every rank; an exception on a rank is raised in the test with that rank's traceback.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class RankError(AssertionError):
+    """A case failed on a rank."""
+
+
+class RankPool:
+    """``world_size`` processes with an initialised process group; ``run`` calls one function on all of them."""
+
+    def __init__(self, world_size: int, init_process_group: bool = True) -> None:
+        self.world_size = world_size
+        self.folder = Path(tempfile.mkdtemp(prefix="mars-dist-ranks-"))
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(world_size):
+            here, there = context.Pipe()
+            args = (rank, world_size, str(self.folder), there, init_process_group)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """What ``function(*args)`` returns on each rank, by rank. ``function`` is defined at a module's top level."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        results: list[Any] = []
+        end = time.monotonic() + timeout
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(max(0.0, end - time.monotonic())):
+                raise RankError(f"rank {rank} did not finish within {timeout:g} s\n{self._stacks()}")
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                raise RankError(f"rank {rank} died (exit code {self.processes[rank].exitcode})") from None
+        failed = [(rank, text) for rank, (ok, text) in enumerate(results) if not ok]
+        if failed:
+            raise RankError("\n".join(f"rank {rank}:\n{text}" for rank, text in failed))
+        return [value for _, value in results]
+
+    def _stacks(self) -> str:
+        """Ask every rank for its stack, then end the pool: it cannot be used after a hang."""
+        for process in self.processes:
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        stacks = [f"--- rank {r}\n{(self.folder / f'stack{r}').read_text()}" for r in range(self.world_size)]
+        self.close()
+        return "\n".join(stacks)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _serve(rank: int, world_size: int, folder: str, pipe: Any, init_process_group: bool) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",  # never used: the rendezvous is a file
+        DS_ACCELERATOR="cpu",
+        CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+        HF_HOME=os.path.join(folder, "hf"),
+        TORCH_EXTENSIONS_DIR=os.path.join(folder, "extensions"),
+        TRITON_CACHE_DIR=os.path.join(folder, "triton"),
+    )
+    stack = open(os.path.join(folder, f"stack{rank}"), "w")  # noqa: SIM115 - stays open for the handler
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    warnings.simplefilter("ignore", FutureWarning)  # DeepSpeed calls collectives by their old names
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if init_process_group:
+        dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,182 @@
+"""MARS under DeepSpeed ZeRO-0/1/2/3 on 2 and 3 gloo ranks: the numbers, the rules, the collectives.
+
+REPLAY: the gradients that reached MARS, gathered whole by name at every step, go through the float64 reference; the
+model's own parameters must agree. END TO END: the same training on one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests import nets, zero_cases
+from tests.ranks import RankPool
+from tests.reference import ReferenceMARS
+from tests.zero_cases import LR, ZeroCase
+
+STEPS = 10
+REPLAY_TOLERANCE = 2e-6
+WRAPPERS = {
+    (0, "fp32"): ("MARS", "whole tensors"),
+    (0, "bf16"): ("FP16_UnfusedOptimizer", "copies"),
+    (1, "fp32"): ("DeepSpeedZeroOptimizer", "ZeRO-1/2"),
+    (1, "bf16"): ("DeepSpeedZeroOptimizer", "ZeRO-1/2"),
+    (2, "fp32"): ("DeepSpeedZeroOptimizer", "ZeRO-1/2"),
+    (2, "bf16"): ("DeepSpeedZeroOptimizer", "ZeRO-1/2"),
+    (3, "fp32"): ("DeepSpeedZeroOptimizer_Stage3", "ZeRO-3"),
+    (3, "bf16"): ("DeepSpeedZeroOptimizer_Stage3", "ZeRO-3"),
+}
+LABELS = {"mars-adamw": "MARS-AdamW", "mars-lion": "MARS-Lion"}
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2ranks", "3ranks"])
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    pool = RankPool(request.param)
+    yield pool
+    pool.close()
+
+
+def settings(variant: str, optimize_1d: bool) -> dict[str, Any]:
+    return {"mars_type": variant, "optimize_1d": optimize_1d, "weight_decay": 0.05}
+
+
+MATRIX = [
+    ZeroCase(stage, dtype, offload, settings(variant, optimize_1d))
+    for stage, dtype, offload, variant, optimize_1d in itertools.product(
+        (0, 1, 2, 3), ("fp32", "bf16"), (False, True), LABELS, (False, True)
+    )
+    if not (offload and stage == 0)
+]
+BASE = settings("mars-adamw", False)
+MORE = [
+    *(ZeroCase(stage, params=BASE, clip=0.1) for stage in (0, 1, 2, 3)),
+    *(ZeroCase(stage, offload=True, params=BASE, clip=0.1) for stage in (2, 3)),
+    *(ZeroCase(stage, params=BASE, accumulation=2) for stage in (0, 1, 2, 3)),
+    ZeroCase(2, "bf16", params=BASE, accumulation=2, clip=0.1),
+    *(ZeroCase(stage, params=BASE, construct="groups") for stage in (0, 1, 2, 3)),
+    ZeroCase(3, params=BASE, construct="groups", zero={"sub_group_size": 60}),
+    ZeroCase(2, params=BASE, construct="groups", zero={"round_robin_gradients": True}),
+    *(ZeroCase(s, params=BASE, construct=c) for s in (2, 3) for c in ("instance", "callable", "partial")),
+    ZeroCase(2, offload=True, params=BASE, construct="instance"),
+    ZeroCase(1, params=BASE, net="only_padding"),
+    ZeroCase(2, params=BASE, net="only_padding"),
+    ZeroCase(3, params=BASE, net="only_padding"),
+    ZeroCase(2, params={**BASE, "amsgrad": True}),
+    ZeroCase(2, params={**BASE, "clip": None}),
+    ZeroCase(3, params={**BASE, "first_step": "paper", "skip_nonfinite": True}),
+]
+
+
+def replay(result: dict[str, Any], case: ZeroCase) -> dict[str, torch.Tensor]:
+    """The float64 reference on the gradients that reached MARS."""
+    groups = None
+    net = nets.build(case.net)
+    if case.construct == "groups":
+        first, second = zero_cases.group_names(net)
+        groups = [{"names": first}, {"names": second, **zero_cases.SECOND_SETTINGS}]
+    kwargs = {k: v for k, v in {**LR, **case.params}.items() if k != "skip_nonfinite"}
+    reference = ReferenceMARS(result["start"], groups, **kwargs)
+    for gradients in result["gradients"]:
+        reference.step({name: g.view(result["start"][name].shape) for name, g in gradients.items()})
+    return reference.params
+
+
+def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+@pytest.mark.parametrize("case", MATRIX + MORE, ids=str)
+def test_replay(pool: RankPool, case: ZeroCase) -> None:
+    results = pool.run(zero_cases.run, case)
+    result = results[0]
+
+    # The engine under test really was active, and every tensor took the rule of its global shape.
+    wrapper, engine = WRAPPERS[case.stage, case.dtype]
+    assert (result["wrapper"], result["engines"], result["stage"]) == (wrapper, {engine}, case.stage)
+    label = LABELS[case.params["mars_type"]]
+    matrices, vectors = (nets.MATRICES, nets.VECTORS) if case.net == "net" else (1, 0)
+    counts = {label: matrices + vectors} if case.params["optimize_1d"] else {label: matrices, "AdamW": vectors}
+    counts = {k: n for k, n in counts.items() if n}
+    assert all(r["rule_counts"] == counts for r in results)
+    text = f"{label} on {counts[label]} matrices" + f", AdamW on {counts.get('AdamW')} other tensors" * ("AdamW" in counts)
+    assert [m for m in result["messages"] if " on " in m] == [f"{text} ({engine})"]
+    assert all(not r["messages"] for r in results[1:])
+
+    # REPLAY: every update was recorded, every element of every tensor reached MARS exactly once.
+    assert len(result["gradients"]) == case.steps and result["steps"] == [float(case.steps)]
+    for gradients in result["gradients"]:
+        assert {n: g.numel() for n, g in gradients.items()} == {n: p.numel() for n, p in result["start"].items()}
+    assert furthest(replay(result, case), result["end"]) < REPLAY_TOLERANCE
+    moved = min((result["end"][n] - result["start"][n]).abs().max().item() for n in result["start"])
+    assert moved > 1e-3, "a tensor did not move: the comparison would prove nothing"
+    for other in results[1:]:
+        assert furthest(other["end"], result["end"]) == 0.0, "the ranks hold different parameters"
+
+
+@pytest.mark.parametrize("case", [ZeroCase(s, params=BASE, steps=1) for s in (1, 2, 3)], ids=str)
+def test_recorded_gradients_are_those_of_deepspeeds_public_call(pool: RankPool, case: ZeroCase) -> None:
+    result = pool.run(zero_cases.run, case)[0]
+    assert result["public_gradients"].keys() == result["start"].keys()
+    assert furthest(result["gradients"][0], result["public_gradients"]) < 1e-7
+
+
+@pytest.mark.parametrize("case", [ZeroCase(s, params=BASE) for s in (0, 1, 2, 3)], ids=str)
+def test_collectives(pool: RankPool, case: ZeroCase) -> None:
+    """One all-reduce of one number per MARS tensor and call; the first call of a flat also compares the tables."""
+    result = pool.run(zero_cases.run, case)[0]
+    if case.stage == 0:
+        assert result["collectives"] == [[]] * STEPS
+        return
+    # Built by name: one flat of matrices, one of vectors; the latter needs no norm.
+    first = [[("all_reduce", 2), ("all_reduce", nets.MATRICES)], [("all_reduce", 2)]]
+    later = [[("all_reduce", nets.MATRICES)], []]
+    assert result["collectives"] == first + later * (STEPS - 1)
+
+
+def test_collectives_with_the_nonfinite_flag(pool: RankPool) -> None:
+    """``skip_nonfinite``: the same single all-reduce, with a number for the AdamW tensors as well."""
+    case = ZeroCase(2, params={**BASE, "skip_nonfinite": True}, construct="instance")
+    result = pool.run(zero_cases.run, case)[0]
+    assert result["collectives"][1:] == [[("all_reduce", nets.MATRICES + nets.VECTORS)]] * (STEPS - 1)
+
+
+END_TO_END = [
+    ZeroCase(stage, offload=offload, params=settings(variant, False), clip=clip, accumulation=accumulation)
+    for stage, offload in ((0, False), (1, False), (2, False), (3, False), (2, True), (3, True))
+    for variant, clip, accumulation in (("mars-adamw", 0.1, 1), ("mars-lion", 0.0, 1), ("mars-adamw", 0.0, 2))
+]
+
+
+@pytest.mark.parametrize("case", END_TO_END, ids=str)
+def test_end_to_end(pool: RankPool, case: ZeroCase) -> None:
+    """The same training on one process, in float32, with the reference as the optimizer."""
+    result = pool.run(zero_cases.run, case)[0]
+    net = nets.build(case.net)
+    reference = ReferenceMARS({n: p.detach().double() for n, p in net.named_parameters()}, **LR, **case.params)
+    for step in range(case.steps):
+        net.zero_grad()
+        net(*nets.batch(step)).backward()
+        if case.clip:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), case.clip)
+        reference.step({n: p.grad.double() for n, p in net.named_parameters() if p.grad is not None})
+        with torch.no_grad():
+            for name, p in net.named_parameters():
+                p.copy_(reference.params[name])
+    assert furthest(result["end"], reference.params) < (2e-5 if case.accumulation > 1 else 5e-6)
+
+
+def test_states_under_lion_are_not_allocated_where_no_tensor_needs_them(pool: RankPool) -> None:
+    case = ZeroCase(2, params=settings("mars-lion", True))
+    assert pool.run(zero_cases.run, case)[0]["state_keys"] == ["exp_avg", "prev_grad", "step"]
+
+
+def test_matrix_variants_on_sharded_tensors_are_refused(pool: RankPool) -> None:
+    for stage in (1, 2, 3):
+        with pytest.raises(AssertionError, match="needs whole matrices.*mars-adamw") as error:
+            pool.run(zero_cases.run, ZeroCase(stage, params={"mars_type": "mars-shampoo"}))
+        assert str(error.value).count("needs whole matrices") >= pool.world_size, "every rank must raise"
