@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Trains a small GPT-2 on the shipped text with MARS-AdamW and then with AdamW: same model, data order and steps, through
+# the `deepspeed` launcher with ZeRO-2. Prints a table and writes runs/quickstart/. Arguments go to the training script
+# (`--steps 50`, `--seed 2`). GPUs are used when torch sees them, otherwise 2 ranks on the CPU.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/environment.sh
+
+make_environment deepspeed,hf,train
+
+run=runs/quickstart
+mkdir -p "$run" || die "cannot write to $run"
+# On a CPU the logits are freed and taken again at every step; kept on the heap they are not mapped anew each time (1.4x).
+export MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
+
+for optimizer in mars adamw; do
+  launcher=$(python -m mars_dist.pretrain.launch_env --config "ds_configs/quickstart_$optimizer.json")
+  # shellcheck disable=SC2086  # several words
+  deepspeed --quiet --no_local_rank $launcher examples/gpt2_deepspeed.py \
+    --config "ds_configs/quickstart_$optimizer.json" --out "$run/$optimizer.jsonl" "$@"
+done
+python examples/quickstart_report.py "$run/mars.jsonl" "$run/adamw.jsonl" --png "$run/curves.png"

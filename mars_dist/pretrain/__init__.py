@@ -1,0 +1,1 @@
+"""Training application: tokenizer, text, position of each sequence. Models and loops come from the libraries."""
