@@ -120,7 +120,8 @@ class ReferenceMARS:
         for overrides in groups or [{"names": list(params)}]:
             group = {**defaults, "use_mars": None, **overrides}
             # A group's own lr moves both learning rates; only its own lr_1d changes their ratio.
-            group["ratio_1d"] = overrides["lr_1d"] / group["lr"] if "lr_1d" in overrides else lr_1d / lr
+            vector_lr, matrix_lr = (overrides["lr_1d"], group["lr"]) if "lr_1d" in overrides else (lr_1d, lr)
+            group["ratio_1d"] = vector_lr / matrix_lr if matrix_lr else 1.0  # built with lr 0 there is no ratio to keep
             if "weight_decay_1d" not in overrides:
                 if weight_decay_1d is not None:
                     group["weight_decay_1d"] = weight_decay_1d
@@ -148,6 +149,9 @@ class ReferenceMARS:
     ) -> None:
         """Take one step.
 
+        A call with lr 0 and nothing but zero gradients is the dry run by which checkpoint libraries create states: it
+        is no step for a tensor that has taken none yet.
+
         Args:
             grads: Gradient by name. A name that is missing or None is left alone, with its counter and states.
             lr: The groups' lr at this step (one for all, or one per group); None keeps what each group was built with.
@@ -155,11 +159,15 @@ class ReferenceMARS:
         """
         if previous and self.is_approx:
             raise ValueError("previous gradients are handed over in exact mode (is_approx=False) only")
-        for index, group in enumerate(self.groups):
-            group_lr = group["lr"] if lr is None else lr[index] if isinstance(lr, Sequence) else lr
+        if isinstance(lr, Sequence):
+            lrs = list(lr)
+        else:
+            lrs = [group["lr"] if lr is None else lr for group in self.groups]
+        dry_run = self._is_dry_run(grads, lrs)
+        for group, group_lr in zip(self.groups, lrs, strict=True):
             for name in group["names"]:
                 g = grads.get(name)
-                if g is None:
+                if g is None or (dry_run and not self.state[name]):
                     continue
                 g = g.detach().to(torch.float64, copy=True)
                 h = previous.get(name) if previous else None
@@ -173,6 +181,9 @@ class ReferenceMARS:
                 else:
                     update = group["weight_decay"] * p + self._mars_direction(name, g, h, group)
                 self.params[name] = p - group_lr * update
+
+    def _is_dry_run(self, grads: Mapping[str, Tensor | None], lrs: Sequence[float]) -> bool:
+        return not any(lrs) and all(g is None or g.count_nonzero() == 0 for g in grads.values())
 
     def _sign(self, gradient: Tensor) -> Tensor:
         return -gradient if self.maximize else gradient

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, find, given, settings
+from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 from reference import ReferenceMARS
 from torch import Tensor
@@ -26,7 +26,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*lr_1d.*")  # the default lr_1d
 
 Tensors = dict[str, Tensor]
 QUIET = settings(
-    derandomize=True, deadline=None, database=None, max_examples=300, phases=[Phase.explicit, Phase.generate]
+    derandomize=True,
+    database=None,
+    max_examples=300,
+    phases=[Phase.explicit, Phase.generate],  # every number hangs on the seed: there is nothing to shrink
+    deadline=None,
+    suppress_health_check=list(HealthCheck),  # they measure time, and a slow machine is no fault
 )
 
 # Error allowed per unit of (sum of lr): both sides are float64, and an update is of the order of lr.
@@ -34,6 +39,7 @@ QUIET = settings(
 # Matrix: one Newton-Schulz step stretches a small singular value by up to 3.4445, five of them by 485.
 UPDATE_TOLERANCE = 1e-11
 ROUNDING = 1e-15  # of the parameter itself, per step
+MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 
 @dataclass
@@ -55,8 +61,9 @@ class Scenario:
 class Outcome:
     params: Tensors
     states: dict[str, dict[str, Any]]
-    rules: dict[str, int]  # number of tensors under each
+    rules: dict[str, int]  # number of tensors under each, of those that ever had a gradient
     lrs: dict[str, float]  # of each tensor before the schedule; the reference's only
+    peaks: dict[tuple[str, str], float]  # largest value ever held by (tensor, moment); the reference's only
 
 
 # ---- what is drawn
@@ -136,7 +143,8 @@ def scenarios(draw: st.DrawFn, mars_type: str) -> Scenario:
         return out
 
     p0 = {name: normal(shape) for name, shape in zip(names, shapes, strict=True)}
-    steps, started = [], set()
+    steps: list[Step] = []
+    started: set[str] = set()
     for t, factor in enumerate(factors):
         present = {name for name in names if (t, name) not in missing}
         alike = 0.5 + 1.5 * torch.rand((), generator=generator).item()
@@ -153,15 +161,22 @@ def scenarios(draw: st.DrawFn, mars_type: str) -> Scenario:
 
 def play_reference(scenario: Scenario, cls: type[ReferenceMARS] = ReferenceMARS, **changes: Any) -> Outcome:
     reference = cls(scenario.p0, scenario.groups, **{**scenario.kwargs, **changes})
+    peaks: dict[tuple[str, str], float] = {}
     for step in scenario.steps:
-        lrs = [step.factor * group["lr"] for group in reference.groups]
-        reference.step(step.grads, lr=lrs, previous=step.previous)
+        scheduled = [step.factor * group["lr"] for group in reference.groups]
+        reference.step(step.grads, lr=scheduled, previous=step.previous)
+        for name, state in reference.state.items():
+            for key in MOMENTS & state.keys():
+                if state[key].numel():
+                    peaks[name, key] = max(peaks.get((name, key), 0.0), state[key].abs().max().item())
     lrs = {
         name: group["lr"] * (group["ratio_1d"] if reference.rules[name] == "AdamW" else 1.0)
         for group in reference.groups
         for name in group["names"]
     }
-    return Outcome(reference.params, reference.state, dict(Counter(reference.rules.values())), lrs)
+    seen = {name for step in scenario.steps for name in step.grads}
+    rules = Counter(rule for name, rule in reference.rules.items() if name in seen)
+    return Outcome(reference.params, reference.state, dict(rules), lrs, peaks)
 
 
 def play_package(scenario: Scenario) -> Outcome:
@@ -171,20 +186,26 @@ def play_package(scenario: Scenario) -> Outcome:
         group["params"] = [params[name] for name in group.pop("names")]
     optimizer = MARS(groups, **scenario.kwargs)
     built_with = [group["lr"] for group in optimizer.param_groups]
-    for step in scenario.steps:
-        if step.previous:
-            for name, p in params.items():
-                p.grad = step.previous[name].clone() if name in step.previous else None
-            optimizer.update_previous_grad()  # as at the point before, on the batch of this step
-            optimizer.update_last_grad()
+
+    # The same buffers at every step, as under DDP and ZeRO: an optimizer that keeps one of them as h goes wrong here.
+    buffers = {name: torch.empty_like(p) for name, p in scenario.p0.items()}
+
+    def set_grads(grads: Tensors) -> None:
+        for name, p in params.items():
+            p.grad = buffers[name].copy_(grads[name]) if name in grads else None
+
+    for step, following in zip(scenario.steps, [*scenario.steps[1:], None], strict=True):
+        if following is not None and not scenario.kwargs.get("is_approx", True):
+            set_grads(following.previous)  # the next batch at the present point, while h of this step is still needed
+            optimizer.update_previous_grad()
         for group, lr in zip(optimizer.param_groups, built_with, strict=True):
             group["lr"] = step.factor * lr
-        for name, p in params.items():
-            p.grad = step.grads[name].clone() if name in step.grads else None
+        set_grads(step.grads)
         optimizer.step()
+        optimizer.update_last_grad()
     states = {name: dict(optimizer.state[p]) if p in optimizer.state else {} for name, p in params.items()}
     rules = {rule: count for rule, count in optimizer.rule_counts().items() if count}
-    return Outcome({name: p.detach() for name, p in params.items()}, states, rules, {})
+    return Outcome({name: p.detach() for name, p in params.items()}, states, rules, {}, {})
 
 
 def excess(scenario: Scenario, ours: Outcome, reference: Outcome) -> float:
@@ -206,13 +227,17 @@ def assert_same(scenario: Scenario, ours: Outcome, reference: Outcome) -> None:
     for name, expected in reference.states.items():
         state = ours.states[name]
         assert int(state.get("step", 0)) == expected.get("step", 0), name
-        for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        for key in sorted(MOMENTS):
             assert (key in state) == (key in expected) or not expected, (name, key)
             if key in state and expected:
-                largest = expected[key].abs().max().item() if expected[key].numel() else 0.0
-                torch.testing.assert_close(state[key], expected[key], rtol=0, atol=1e-12 * largest, msg=f"{name} {key}")
-        if "prev_grad" in state and scenario.kwargs.get("is_approx", True) and not scenario.kwargs.get("maximize"):
-            assert torch.equal(state["prev_grad"], expected["prev_grad"]), name
+                # An average of values that cancelled keeps the rounding of the largest one.
+                atol = 1e-12 * reference.peaks.get((name, key), 0.0)
+                torch.testing.assert_close(state[key], expected[key], rtol=0, atol=atol, msg=f"{name} {key}")
+        # A copy, so bit-equal; its sign under maximize and which of two buffers it is in exact mode are free.
+        if expected and scenario.kwargs.get("is_approx", True) and not scenario.kwargs.get("maximize"):
+            assert ("prev_grad" in state) == ("prev_grad" in expected), name
+            if "prev_grad" in state:
+                assert torch.equal(state["prev_grad"], expected["prev_grad"]), name
 
 
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m"])
@@ -268,12 +293,15 @@ class SecondMomentOfTheGradient(ReferenceMARS):
 
 
 class DryRunFirst(ReferenceMARS):
-    """A step with zero gradients and lr 0 is counted and makes states, as checkpoint libraries provoke."""
+    """The dry run of a checkpoint library counts as the first step."""
 
     def step(self, grads: Any, **kwargs: Any) -> None:
         if not any(self.state.values()):
             super().step({name: torch.zeros_like(p) for name, p in self.params.items()}, lr=0.0)
         super().step(grads, **kwargs)
+
+    def _is_dry_run(self, grads: Any, lrs: Any) -> bool:
+        return False
 
 
 class UnscheduledVectors(ReferenceMARS):

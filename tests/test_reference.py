@@ -213,6 +213,21 @@ def test_a_missing_gradient_touches_nothing() -> None:
     assert (reference.state["w"]["step"], reference.state["b"]["step"]) == (1, 2)
 
 
+def test_a_dry_run_is_no_first_step() -> None:
+    p0 = {"w": randn(0, 3, 3), "b": randn(1, 3)}
+    grads = {"w": randn(2, 3, 3), "b": randn(3, 3)}
+    zero = {name: torch.zeros_like(p) for name, p in p0.items()}
+    reference = ReferenceMARS(p0)
+    reference.step(zero, lr=0.0)
+    assert reference.state == {"w": {}, "b": {}}
+    reference.step(grads)
+    plain = run(p0, [grads])
+    for name in p0:
+        assert torch.equal(reference.params[name], plain.params[name])
+    reference.step(zero, lr=0.0)  # in the middle of training it is a step like any other
+    assert reference.state["w"]["step"] == 2
+
+
 def test_a_schedule_moves_both_learning_rates() -> None:
     p0 = {"w": randn(0, 3, 3), "b": randn(1, 3)}
     reference = ReferenceMARS(p0, lr=0.01, lr_1d=0.002, weight_decay=0.5, weight_decay_1d=0.5)
