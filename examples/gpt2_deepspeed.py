@@ -43,6 +43,7 @@ def build_model() -> torch.nn.Module:
         bos_token_id=END_OF_TEXT_ID,
         eos_token_id=END_OF_TEXT_ID,
         use_cache=False,
+        loss_type="ForCausalLM",
         attn_implementation="sdpa",
     )
     return GPT2LMHeadModel(config)

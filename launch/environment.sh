@@ -23,11 +23,11 @@ find_python() {
 has_nvidia_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
 
 make_environment() {
-  local extras=$1 venv=${MARS_DIST_VENV:-.venv} python constraints=() need_mb=4000 kind=cpu
+  local extras=$1 venv=${MARS_DIST_VENV:-.venv} python pip_options=() need_mb=4000 kind=cpu
   if has_nvidia_gpu; then
     kind=gpu need_mb=12000 # the CUDA build of torch with its libraries
   else
-    constraints=(-c launch/constraints-cpu.txt)
+    pip_options=(-c launch/constraints-cpu.txt)
   fi
 
   # The stamp is written last: it says what a complete installation was made of.
@@ -47,7 +47,8 @@ make_environment() {
       "$python" -m venv --clear "$venv" || die "'$python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv"
     fi
     echo "environment: installing mars_dist[$extras] and what it needs (minutes; log: $venv/install.log)"
-    "$venv/bin/python" -m pip install --quiet --log "$venv/install.log" "${constraints[@]}" -e ".[$extras]" ||
+    [ -t 1 ] || pip_options+=(--progress-bar off)
+    "$venv/bin/python" -m pip install --quiet --log "$venv/install.log" "${pip_options[@]}" -e ".[$extras]" ||
       die "pip could not install mars_dist[$extras]; see above and $venv/install.log, then run again"
     echo "$made_of | $extras" >>"$stamp"
   fi

@@ -13,10 +13,10 @@ mkdir -p "$run" || die "cannot write to $run"
 # On a CPU the logits are freed and taken again at every step; kept on the heap they are not mapped anew each time (1.4x).
 export MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
 
+read -r -a launch <<<"$(python -m mars_dist.pretrain.launch_env --config ds_configs/quickstart_mars.json)"
+export DS_ACCELERATOR=${launch[0]} PYTHONWARNINGS=ignore::FutureWarning
 for optimizer in mars adamw; do
-  launcher=$(python -m mars_dist.pretrain.launch_env --config "ds_configs/quickstart_$optimizer.json")
-  # shellcheck disable=SC2086  # several words
-  deepspeed --quiet --no_local_rank $launcher examples/gpt2_deepspeed.py \
+  deepspeed --quiet --no_local_rank "${launch[@]:1}" examples/gpt2_deepspeed.py \
     --config "ds_configs/quickstart_$optimizer.json" --out "$run/$optimizer.jsonl" "$@"
 done
 python examples/quickstart_report.py "$run/mars.jsonl" "$run/adamw.jsonl" --png "$run/curves.png"

@@ -24,6 +24,13 @@ def shakespeare() -> list[str]:
     return read_asset(TEXT_FILE, TEXT_SHA256).decode("ascii").split("\f")
 
 
+def split(documents: Sequence[str], held_out: int) -> tuple[list[str], list[str]]:
+    """Training documents and the last `held_out` ones, whole: no sentence of them is ever trained on."""
+    if not 0 < held_out < len(documents):
+        raise ValueError(f"held_out is {held_out}, must be between 1 and {len(documents) - 1} of the documents")
+    return list(documents[:-held_out]), list(documents[-held_out:])
+
+
 def encode(documents: Sequence[str], tokenizer: tiktoken.Encoding) -> Tokens:
     """All documents as one array, each followed by the end-of-text token. Special tokens in the text are plain text."""
     tokens: list[int] = []

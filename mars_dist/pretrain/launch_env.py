@@ -1,6 +1,8 @@
 """What DeepSpeed needs to be told before it starts: the device, the ranks, and on a CPU which op not to build.
 
-python -m mars_dist.pretrain.launch_env --config ds_config.json     prints the `deepspeed` launcher's arguments
+python -m mars_dist.pretrain.launch_env --config ds_config.json
+
+prints the device (for DS_ACCELERATOR) and the `deepspeed` launcher's arguments.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ def launcher_arguments(batch: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="print the deepspeed launcher's arguments for this machine")
+    parser = argparse.ArgumentParser(description="print device and deepspeed arguments for this machine")
     parser.add_argument("--config", type=Path, required=True, help="DeepSpeed configuration with train_batch_size")
-    print(*launcher_arguments(json.loads(parser.parse_args().config.read_text())["train_batch_size"]))
+    batch = json.loads(parser.parse_args().config.read_text())["train_batch_size"]
+    print("cuda" if use_gpu() else "cpu", *launcher_arguments(batch))
