@@ -261,7 +261,8 @@ class MARS(Optimizer):
             self._refuse_matrix_rules(group, found)
         self._layouts[id(p)] = (weakref.ref(p), found)
         for segment in found.segments:
-            self._rules[segment.name] = Shard(p, p, {}, group, found).rule(segment, self.settings).label
+            rule = Shard(p, p, {}, group, found).rule(segment, self.settings)
+            self._rules[segment.name] = (rule.label, len(segment.shape) == 2)
         if not self._logged and len(self._rules) >= sum(len(refs) for refs in self._originals.values()):
             self._log_rules()
         return found
@@ -289,8 +290,11 @@ class MARS(Optimizer):
         if self.settings.is_approx:
             return
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
+            for i, p in enumerate(group["params"]):
+                if p.grad is None:
+                    continue
+                shard = self._shard(group, i, p)
+                if any(shard.rule(segment, self.settings).corrected for segment in shard.layout.segments):
                     state = self.state[p]
                     if "next_prev_grad" not in state:
                         state["next_prev_grad"] = torch.empty_like(p.grad)
@@ -318,7 +322,7 @@ class MARS(Optimizer):
 
         Counted over the tensors that were really stepped so far, by their global shapes: the same on every rank.
         """
-        return dict(Counter(self._rules.values()).most_common())
+        return dict(Counter(label for label, _ in self._rules.values()).most_common())
 
     def engines(self) -> set[str]:
         """Where the tensors stepped so far came from: "whole tensors", "copies", "ZeRO-1/2", "ZeRO-3"."""
@@ -330,8 +334,10 @@ class MARS(Optimizer):
         if rank == 0:
             counts = self.rule_counts()
             plain = counts.pop("AdamW", 0)
-            noun = "matrices" if self.settings.matrix_ndim == (2,) else "tensors"
-            parts = [f"{label} on {n} {noun}" for label, n in counts.items()]
+            parts = []
+            for label, n in counts.items():
+                all_matrices = all(is_matrix for rule, is_matrix in self._rules.values() if rule == label)
+                parts.append(f"{label} on {n} {'matrices' if all_matrices else 'tensors'}")
             parts += [f"AdamW on {plain} other tensors"] if plain else []
             logger.info("%s (%s)", ", ".join(parts), ", ".join(sorted(self.engines())))
 
@@ -383,7 +389,7 @@ class MARS(Optimizer):
         """What is derived from the groups and rebuilt when they change; none of it is saved."""
         self._originals: dict[int, list[tuple[str, weakref.ref[Tensor]]]] = originals or {}
         self._layouts: dict[int, tuple[weakref.ref[Tensor], Layout]] = {}
-        self._rules: dict[str, str] = {}
+        self._rules: dict[str, tuple[str, bool]] = {}
         self._logged = False
         self._previous_is_new = True
 

@@ -29,12 +29,16 @@ class RankPool:
 
     def __init__(self, world_size: int, init_process_group: bool = True) -> None:
         self.world_size = world_size
+        self.init_process_group = init_process_group
+        self.pipes: list[Any] = []
+        self.processes: list[Any] = []
+
+    def _start(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="mars-dist-ranks-"))
         context = multiprocessing.get_context("spawn")
-        self.pipes, self.processes = [], []
-        for rank in range(world_size):
+        for rank in range(self.world_size):
             here, there = context.Pipe()
-            args = (rank, world_size, str(self.folder), there, init_process_group)
+            args = (rank, self.world_size, str(self.folder), there, self.init_process_group)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             there.close()
@@ -43,6 +47,8 @@ class RankPool:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """What ``function(*args)`` returns on each rank, by rank. ``function`` is defined at a module's top level."""
+        if not self.processes:
+            self._start()
         for pipe in self.pipes:
             pipe.send((function, args))
         results: list[Any] = []
@@ -53,14 +59,17 @@ class RankPool:
             try:
                 results.append(pipe.recv())
             except EOFError:
-                raise RankError(f"rank {rank} died (exit code {self.processes[rank].exitcode})") from None
+                self.processes[rank].join(5.0)
+                code = self.processes[rank].exitcode
+                self.close()
+                raise RankError(f"rank {rank} died (exit code {code})") from None
         failed = [(rank, text) for rank, (ok, text) in enumerate(results) if not ok]
         if failed:
             raise RankError("\n".join(f"rank {rank}:\n{text}" for rank, text in failed))
         return [value for _, value in results]
 
     def _stacks(self) -> str:
-        """Ask every rank for its stack, then end the pool: it cannot be used after a hang."""
+        """Ask every rank for its stack, then end the processes: the next case starts new ones."""
         for process in self.processes:
             if process.is_alive() and process.pid:
                 os.kill(process.pid, signal.SIGUSR1)
@@ -74,7 +83,9 @@ class RankPool:
             process.kill()
         for process in self.processes:
             process.join()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.processes:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.pipes, self.processes = [], []
 
 
 def _serve(rank: int, world_size: int, folder: str, pipe: Any, init_process_group: bool) -> None:

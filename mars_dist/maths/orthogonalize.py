@@ -9,7 +9,9 @@ from torch import Tensor
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-def newton_schulz(x: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype | None = None) -> Tensor:
+def newton_schulz(
+    x: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype | None = None, form: str = "mars-m"
+) -> Tensor:
     """Approximate orthogonal factor of ``x`` by the quintic Newton-Schulz iteration.
 
     Formula: X_0 = x / (||x||_F + eps); X <- a X + (b A + c A A) X with A = X X^T, ``steps`` times, tall matrices
@@ -18,22 +20,30 @@ def newton_schulz(x: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dty
     Args:
         x: shape (..., rows, cols), floating point. Leading dimensions are a batch of independent matrices.
         steps: number of iterations.
-        eps: added to the Frobenius norm (the norm is taken in the precision of ``x``, at least float32).
+        eps: added to the Frobenius norm.
         dtype: precision of the iteration; None takes bfloat16 on accelerators, and float32 on CPUs (where bfloat16
             products are emulated), or float64 for float64 input there.
+        form: the published code of MARS-Shampoo ("mars-shampoo") takes the norm before the cast to ``dtype`` and
+            multiplies A (A X); that of MARS-M ("mars-m") takes it after the cast and multiplies (A A) X. Equal in
+            real arithmetic, several per cent apart in bfloat16.
 
     Returns: a tensor of the shape and dtype of ``x``. A zero matrix gives zero.
     """
     if dtype is None:
         dtype = torch.promote_types(x.dtype, torch.float32) if x.device.type == "cpu" else torch.bfloat16
     a, b, c = COEFFICIENTS
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    wide = wide / (torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True) + eps)
+    y = x.to(dtype)
+    norm = torch.linalg.vector_norm(x if form == "mars-shampoo" else y, dim=(-2, -1), keepdim=True) + eps
+    y = (y.to(torch.promote_types(norm.dtype, torch.float32)) / norm).to(dtype)
     tall = x.shape[-2] > x.shape[-1]
-    y = (wide.mT if tall else wide).to(dtype)
+    y = y.mT if tall else y
     for _ in range(steps):
         gram = y @ y.mT
-        y = a * y + (b * gram + c * gram @ gram) @ y
+        if form == "mars-shampoo":
+            gram_y = gram @ y
+            y = a * y + b * gram_y + (c * gram) @ gram_y
+        else:
+            y = a * y + (b * gram + (c * gram) @ gram) @ y
     return (y.mT if tall else y).to(x.dtype)
 
 

@@ -80,8 +80,8 @@ class Orthogonalizer:
     steps: int
     dtype: torch.dtype | None
 
-    def __call__(self, x: Tensor, eps: float) -> Tensor:
-        return polar_factor(x) if self.method == "svd" else newton_schulz(x, self.steps, eps, self.dtype)
+    def __call__(self, x: Tensor, eps: float, form: str) -> Tensor:
+        return polar_factor(x) if self.method == "svd" else newton_schulz(x, self.steps, eps, self.dtype, form)
 
 
 def adamw_direction(c: Tensors, s: Moments) -> Tensors:
@@ -112,12 +112,12 @@ def lion_direction(c: Tensors, s: Moments) -> Tensors:
 def shampoo_direction(exp_avg: Tensor, weight1: float, eps: float, orthogonalize: Orthogonalizer) -> Tensor:
     """d = orth(m / (1 - beta1)) * sqrt(max(1, rows / cols)), for (..., rows, cols)."""
     rows, cols = exp_avg.shape[-2:]
-    return orthogonalize(exp_avg / weight1, eps) * math.sqrt(max(1.0, rows / cols))
+    return orthogonalize(exp_avg / weight1, eps, "mars-shampoo") * math.sqrt(max(1.0, rows / cols))
 
 
 def mars_m_direction(exp_avg: Tensor, weight1: float, eps: float, orthogonalize: Orthogonalizer) -> Tensor:
     """d = orth(m) * 0.2 * sqrt(max(rows, cols)), for (..., rows, cols); the iteration adds 1e-7, not ``eps``."""
-    return orthogonalize(exp_avg, 1e-7) * (0.2 * math.sqrt(max(exp_avg.shape[-2:])))
+    return orthogonalize(exp_avg, 1e-7, "mars-m") * (0.2 * math.sqrt(max(exp_avg.shape[-2:])))
 
 
 ADAMW = Rule("AdamW", corrected=False, second_moment=True, direction=adamw_direction)
