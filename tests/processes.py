@@ -1,0 +1,62 @@
+"""Starting other processes in tests: what they print, and a time limit past which all of them show their stacks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_python(
+    *arguments: str | Path, folder: Path, seconds: float = 120, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter with ``arguments`` in ``folder``; standard output and error come back as one text.
+
+    Everything that DeepSpeed or torch may cache goes into ``folder``. Past the limit the whole process group is
+    aborted, so that every process prints where it was, and the test fails with the output.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    settings = {
+        "PYTHONPATH": path,
+        "PYTHONFAULTHANDLER": "1",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
+    process = subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | settings | env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)
+        try:
+            output, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        pytest.fail(f"{process.args} ran longer than {seconds} s:\n{output}")
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def free_port() -> str:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
