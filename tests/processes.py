@@ -32,6 +32,7 @@ def run_python(
         "OMP_NUM_THREADS": "1",
         "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
+        "XDG_CACHE_HOME": str(folder / "cache"),
     }
     process = subprocess.Popen(
         [sys.executable, *map(str, arguments)],
