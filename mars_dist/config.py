@@ -11,7 +11,7 @@ import difflib
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -82,6 +82,12 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Settings:
+        """The settings of a checkpoint; what a later version may have added to it is ignored."""
+        known = {f.name for f in fields(cls)}
+        return cls(**{name: value for name, value in saved.items() if name in known})
 
 
 def check_keywords(unknown: Mapping[str, Any], known: tuple[str, ...]) -> None:

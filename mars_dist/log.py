@@ -8,7 +8,7 @@ import sys
 logger = logging.getLogger("mars_dist")
 
 
-class _WhenNobodyListens(logging.StreamHandler):  # type: ignore[type-arg]
+class _WhenNobodyListens(logging.StreamHandler):
     """Writes to standard error unless the application has handlers of its own on the root logger."""
 
     def emit(self, record: logging.LogRecord) -> None:

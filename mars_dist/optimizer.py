@@ -27,7 +27,7 @@ from mars_dist.config import (
 )
 from mars_dist.sharding.layout import Layout
 from mars_dist.sharding.locate import locate
-from mars_dist.sharding.norms import check_same
+from mars_dist.sharding.norms import check_same, is_shared
 from mars_dist.step import Shard, take_step
 
 logger = logging.getLogger("mars_dist")
@@ -251,7 +251,7 @@ class MARS(Optimizer):
             return layout[1]
         originals = [(name, q) for name, ref in self._originals[group[GROUP_ID]] if (q := ref()) is not None]
         found = locate(p, position, group["params"], originals)
-        if found.process_group is not None and dist.get_world_size(found.process_group) > 1:
+        if found.process_group is not None and is_shared(found.process_group):
             if not check_same(found.fingerprint(), found.process_group, p.device):
                 raise RuntimeError(
                     "MARS: the ranks that share this tensor do not agree on the names, shapes or order of the "
@@ -355,8 +355,7 @@ class MARS(Optimizer):
         super().load_state_dict(state_dict)
         ours = state_dict.get(STATE_DICT_KEY)
         if ours is not None:
-            fields = {k: tuple(v) if isinstance(v, list) else v for k, v in ours.items() if k != "format"}
-            self.settings = Settings(**fields)
+            self.settings = Settings.from_dict(ours)
         saved = dict(
             zip(
                 (i for group in state_dict["param_groups"] for i in group["params"]),
@@ -384,6 +383,8 @@ class MARS(Optimizer):
             for number, group in enumerate(self.param_groups):
                 group[GROUP_ID] = number
                 self._remember(group)
+
+    _previous_is_new: bool
 
     def _reset(self, originals: dict[int, Any] | None = None) -> None:
         """What is derived from the groups and rebuilt when they change; none of it is saved."""

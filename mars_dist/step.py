@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from mars_dist import kernels
 from mars_dist.config import Settings
-from mars_dist.kernels import Block, Hyper
+from mars_dist.kernels import Block, Hyper, Scratch
 from mars_dist.maths.rules import Orthogonalizer, Rule, as_matrix, rule_for
 from mars_dist.sharding.layout import Layout, Segment
 from mars_dist.sharding.norms import sum_over_ranks
@@ -25,7 +25,7 @@ from mars_dist.states import STEP
 
 # Elements per block. On a CPU the temporaries of a block should stay in the cache; on an accelerator a block bounds
 # the extra memory and should be large enough to make launches rare.
-BLOCK_NUMEL = {"cpu": 1 << 17}
+BLOCK_NUMEL = {"cpu": 1 << 18}
 BLOCK_NUMEL_ACCELERATOR = 1 << 26
 
 STATE_LISTS = ("prev_grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -55,10 +55,14 @@ class Piece:
     squared_norms: list[Tensor] = field(default_factory=list)
     scale: Tensor | None = None
 
+    @property
+    def is_flat(self) -> bool:
+        return self.shard.param.is_contiguous() and self.shard.grad.is_contiguous()
+
     def views(self, source: Tensor) -> list[Tensor]:
-        """This piece in ``source`` (value, gradient or state of the shard), cut into blocks where memory allows."""
+        """This piece in ``source`` (value, gradient or state of the shard), cut to the size of a block."""
         s = self.segment
-        if not all(t.is_contiguous() for t in (self.shard.param, self.shard.grad)):
+        if not self.is_flat:
             return [source]  # element-wise work on a whole tensor needs no flat view
         flat = source.view(-1)[s.offset : s.offset + s.numel]
         return list(flat.split(BLOCK_NUMEL.get(source.device.type, BLOCK_NUMEL_ACCELERATOR)))
@@ -93,8 +97,10 @@ class Bucket:
                 filled += view.numel()
                 for key, views in cut.items():
                     getattr(blocks[-1], key).append(views[i])
+                blocks[-1].step.append(shard.state[STEP])
                 blocks[-1].owner.append(owner)
-        return blocks if len(blocks[-1]) else blocks[:-1]
+                blocks[-1].flat &= piece.is_flat
+        return blocks if blocks[-1].value else blocks[:-1]
 
 
 def take_step(shards: Sequence[Shard], settings: Settings, may_be_dry_run: bool) -> None:
@@ -111,7 +117,8 @@ def take_step(shards: Sequence[Shard], settings: Settings, may_be_dry_run: bool)
     is_first = {id(s): s.state[STEP] == 0 for s in shards}
 
     blocks = [bucket.blocks() for bucket in buckets]
-    sums = _squared_norms(buckets, blocks, is_first, masked)
+    scratch = Scratch()
+    sums = _squared_norms(buckets, blocks, is_first, masked, scratch)
     taken = _taken(sums, shards, settings, may_be_dry_run, is_first) if masked else {}
     for s in shards:
         s.state[STEP].add_(taken[id(s)] if masked else 1)
@@ -119,18 +126,15 @@ def take_step(shards: Sequence[Shard], settings: Settings, may_be_dry_run: bool)
     for bucket, its_blocks in zip(buckets, blocks, strict=True):
         owners = [id(p.shard) for p in bucket.pieces]
         correction1, correction2 = _bias_corrections(bucket)
-        clipped = bucket.pieces[0].scale is not None
+        per_tensor = {
+            "scale": [p.scale for p in bucket.pieces if p.scale is not None],
+            "is_first": [is_first[o] for o in owners],
+            "taken": [taken[o] for o in owners] if masked else [],
+            "correction1": correction1,
+            "correction2": correction2,
+        }
         for block in its_blocks:
-            kernels.update(
-                block,
-                bucket.rule,
-                bucket.hyper,
-                scale=[p.scale for p in bucket.pieces if p.scale is not None] if clipped else [],
-                is_first=[is_first[o] for o in owners],
-                taken=[taken[o] for o in owners] if masked else [],
-                correction1=correction1,
-                correction2=correction2,
-            )
+            kernels.update(block, bucket.rule, bucket.hyper, scratch, **per_tensor)
         if bucket.rule.matrix_direction is not None:
             _move_matrices(bucket, settings, taken)
 
@@ -148,13 +152,14 @@ def _buckets(shards: Sequence[Shard], settings: Settings) -> dict[Any, Bucket]:
 
 
 def _hyper(group: Mapping[str, Any], rule: Rule, settings: Settings) -> Hyper:
+    lr = group["lr"] if isinstance(group["lr"], Tensor) else float(group["lr"])
     if not rule.corrected:
         beta1, beta2 = group["betas_1d"]
         return Hyper(
             beta1=beta1,
             beta2=beta2,
             eps=group["eps"],
-            lr=group["lr"] * group["lr_1d_ratio"],
+            lr=lr * group["lr_1d_ratio"],
             weight_decay=group["weight_decay_1d"],
             maximize=group["maximize"],
         )
@@ -163,7 +168,7 @@ def _hyper(group: Mapping[str, Any], rule: Rule, settings: Settings) -> Hyper:
         beta1=beta1,
         beta2=beta2,
         eps=group["eps"],
-        lr=group["lr"],
+        lr=lr,
         weight_decay=group["weight_decay"],
         k=group["gamma"] * beta1 / (1.0 - beta1),
         clip=group["clip"],
@@ -174,7 +179,11 @@ def _hyper(group: Mapping[str, Any], rule: Rule, settings: Settings) -> Hyper:
 
 
 def _squared_norms(
-    buckets: list[Bucket], blocks: list[list[Block]], is_first: dict[int, Tensor], masked: bool
+    buckets: list[Bucket],
+    blocks: list[list[Block]],
+    is_first: dict[int, Tensor],
+    masked: bool,
+    scratch: Scratch,
 ) -> list[Tensor]:
     """Set ``scale`` of every piece that is clipped; return the vectors of ||c||^2 of whole tensors.
 
@@ -187,7 +196,8 @@ def _squared_norms(
             continue
         firsts = [is_first[id(p.shard)] for p in bucket.pieces]
         for block in its_blocks:
-            for owner, norm in zip(block.owner, kernels.squared_norms(block, bucket.hyper, firsts), strict=True):
+            norms = kernels.squared_norms(block, bucket.hyper, firsts, scratch)
+            for owner, norm in zip(block.owner, norms, strict=True):
                 bucket.pieces[owner].squared_norms.append(norm)
         for piece in bucket.pieces:
             by_group.setdefault(piece.shard.layout.process_group, []).append((piece, bucket.hyper.clip))
@@ -198,12 +208,12 @@ def _squared_norms(
         if group is not None:
             vector = sum_over_ranks(vector, group)
         vectors.append(vector)
-        norms = vector.sqrt()
+        whole = vector.sqrt()
         limits = [float("inf") if clip is None else clip for _, clip in members]
         # A NaN norm is not above the limit: the NaN goes through to the parameters, as in the reference, unless
         # skip_nonfinite leaves the step out.
-        limit = torch.tensor(limits, dtype=norms.dtype).to(norms.device, non_blocking=True)
-        scales = torch.where(norms > limit, limit / norms, torch.ones_like(norms)).unbind()
+        limit = torch.tensor(limits, dtype=whole.dtype).to(whole.device, non_blocking=True)
+        scales = torch.where(whole > limit, limit / whole, torch.ones_like(whole)).unbind()
         for (piece, clip), scale in zip(members, scales, strict=True):
             if clip is not None:
                 piece.scale = scale
@@ -242,13 +252,13 @@ def _taken(
 
 
 def _bias_corrections(bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
-    """1 - beta1^t and sqrt(1 - beta2^t) for every piece, in float64 on the device."""
+    """1 - beta1^t and 1 / sqrt(1 - beta2^t) for every piece, in float64 on the device."""
     if not bucket.rule.second_moment:
         return [], []
     # A tensor that has taken no step has t = 0 and moves by zero: any t avoids 0 / 0.
     t = torch.stack([p.shard.state[STEP] for p in bucket.pieces]).double().clamp(min=1.0)
     correction1 = 1.0 - torch.pow(bucket.hyper.beta1, t)
-    correction2 = (1.0 - torch.pow(bucket.hyper.beta2, t)).sqrt()
+    correction2 = (1.0 - torch.pow(bucket.hyper.beta2, t)).rsqrt()
     return list(correction1.unbind()), list(correction2.unbind())
 
 
@@ -267,4 +277,4 @@ def _move_matrices(bucket: Bucket, settings: Settings, taken: dict[int, Tensor])
         )
         d = bucket.rule.matrix_direction(as_matrix(exp_avg), 1.0 - hyper.beta1, hyper.eps, orthogonalize)
         lr = [taken[id(piece.shard)].double() * hyper.lr] if taken else hyper.lr
-        kernels.move([value], [d.reshape(shape)], lr, hyper.weight_decay)
+        kernels.move([value], [d.reshape(shape)], None, lr, hyper.weight_decay)

@@ -35,7 +35,9 @@ class ZeroCase:
         words = [f"zero{self.stage}", self.dtype]
         words += ["offload"] * self.offload + [f"clip{self.clip:g}"] * (self.clip > 0)
         words += [f"accumulate{self.accumulation}"] * (self.accumulation > 1)
-        words += [str(v) if isinstance(v, str) else f"{k}={v}" for k, v in self.params.items() if k not in ("lr", "lr_1d")]
+        words += [
+            str(v) if isinstance(v, str) else f"{k}={v}" for k, v in self.params.items() if k not in ("lr", "lr_1d")
+        ]
         words += [f"{k}={v}" for k, v in {**self.zero, **self.extra}.items()]
         words += [self.net] * (self.net != "net") + [self.construct] * (self.construct != "json")
         return "-".join(words).replace(" ", "")

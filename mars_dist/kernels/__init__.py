@@ -1,5 +1,5 @@
-"""The arithmetic of one step on lists of local tensors. ``eager`` is the specification that other kernels must equal."""
+"""The arithmetic of one step on lists of local tensors; ``eager`` is what other kernels must equal."""
 
-from mars_dist.kernels.eager import Block, Hyper, move, squared_norms, update
+from mars_dist.kernels.eager import Block, Hyper, Scratch, move, squared_norms, update
 
-__all__ = ["Block", "Hyper", "move", "squared_norms", "update"]
+__all__ = ["Block", "Hyper", "Scratch", "move", "squared_norms", "update"]

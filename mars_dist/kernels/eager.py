@@ -13,6 +13,8 @@ from torch import Tensor
 
 from mars_dist.maths.rules import Moments, Rule, Tensors, Weight, lerp_
 
+HALF = (torch.float16, torch.bfloat16)
+
 
 @dataclass(frozen=True)
 class Hyper:
@@ -40,38 +42,59 @@ class Block:
     exp_avg: Tensors = field(default_factory=list)
     exp_avg_sq: Tensors = field(default_factory=list)
     max_exp_avg_sq: Tensors = field(default_factory=list)
+    step: Tensors = field(default_factory=list)
     owner: list[int] = field(default_factory=list)
+    flat: bool = True  # all views are one-dimensional and contiguous
 
-    def __len__(self) -> int:
-        return len(self.value)
+    def of(self, per_tensor: Tensors) -> Tensors:
+        """What belongs to the tensor of each view; empty stays empty."""
+        return [per_tensor[i] for i in self.owner] if per_tensor else []
+
+
+class Scratch:
+    """Two buffers of the size of a block, used again by every block of a step: fresh memory is slow on a CPU."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+    def like(self, tensors: Tensors, number: int) -> Tensors:
+        """Uninitialised float32 (or float64) tensors of the shapes of ``tensors``; valid until the next call."""
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        key = (number, dtype, tensors[0].device)
+        sizes = [t.numel() for t in tensors]
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < sum(sizes):
+            buffer = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
+            self._buffers[key] = buffer
+        pieces = buffer[: sum(sizes)].split(sizes) if len(sizes) > 1 else [buffer[: sizes[0]]]
+        return [piece if t.ndim == 1 else piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
 
 
 def widen(tensors: Tensors) -> Tensors:
     """Half-precision tensors as float32, the others as they are."""
-    return [t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors]
+    return [t.float() for t in tensors] if tensors and tensors[0].dtype in HALF else tensors
 
 
-def corrected_gradient(grad: Tensors, prev_grad: Tensors, hyper: Hyper) -> Tensors:
-    """c = g + k (g - h) in new float32 (or float64) tensors; c = g for a rule without correction."""
-    grad = widen(grad)
+def corrected_gradient(grad: Tensors, prev_grad: Tensors, hyper: Hyper, scratch: Scratch) -> Tensors:
+    """c = g + k (g - h) in float32 (or float64) scratch; c = g for a rule without correction."""
+    c = scratch.like(grad, 0)
     if prev_grad:
-        c = list(torch._foreach_sub(grad, widen(prev_grad)))
-        torch._foreach_mul_(c, hyper.k)
-        torch._foreach_add_(c, grad)
+        torch._foreach_copy_(c, prev_grad)
+        # h + (1 + k)(g - h), which lerp evaluates as g + k (g - h)
+        torch._foreach_lerp_(c, widen(grad), 1.0 + hyper.k)
     else:
-        c = list(torch._foreach_add(grad, 0.0))
+        torch._foreach_copy_(c, grad)
     if hyper.maximize:
         torch._foreach_neg_(c)
     return c
 
 
-def squared_norms(block: Block, hyper: Hyper, is_first: Tensors) -> Tensors:
+def squared_norms(block: Block, hyper: Hyper, is_first: Tensors, scratch: Scratch) -> Tensors:
     """||c||^2 of every view of the block, as float64 0-dim tensors; the elements are summed in float32 or better.
 
     ``is_first[i]``: 0-dim bool, whether tensor i has not taken a step yet (read only with ``first_step="paper"``).
     """
-    prev_grad = _previous(block, hyper, is_first)
-    c = corrected_gradient(block.grad, prev_grad, hyper)
+    c = corrected_gradient(block.grad, _previous(block, hyper, is_first), hyper, scratch)
     return [n.double().square() for n in torch._foreach_norm(c, 2)]
 
 
@@ -79,6 +102,7 @@ def update(
     block: Block,
     rule: Rule,
     hyper: Hyper,
+    scratch: Scratch,
     scale: Tensors,
     is_first: Tensors,
     taken: Tensors,
@@ -87,27 +111,30 @@ def update(
 ) -> None:
     """One step of ``rule`` on every view, in place: moments, value, and h := g in approximate mode.
 
-    ``scale[i]`` multiplies c of tensor i (empty: no clip). ``taken[i]``: 0-dim bool, false leaves tensor i as it was
-    (empty: all are taken). ``correction1``/``correction2``: 1 - beta1^t and sqrt(1 - beta2^t),
-    empty for a rule that does not use them. Under a matrix rule
-    only the momentum moves here; the value follows once the matrix is whole.
+    Numbers for each tensor, as 0-dim tensors: ``scale`` multiplies c (empty: no clip); ``taken`` is false where the
+    tensor is left as it was (empty: all are taken); ``correction1``/``correction2`` are 1 - beta1^t and
+    1 / sqrt(1 - beta2^t) (empty for a rule that does not use them). Under a matrix rule only the momentum moves
+    here; the value follows once the matrix is whole.
     """
-    own = block.owner
+    taken = block.of(taken)
     if taken:
         # A tensor that is not stepped sees its own h as the gradient: finite, and "h := g" then keeps h.
         held = block.prev_grad or [torch.zeros_like(g) for g in block.grad]
-        block.grad = [torch.where(taken[i], g, h.to(g.dtype)) for g, h, i in zip(block.grad, held, own, strict=True)]
+        block.grad = [torch.where(ok, g, h.to(g.dtype)) for ok, g, h in zip(taken, block.grad, held, strict=True)]
 
-    prev_grad = _previous(block, hyper, is_first)
-    c = corrected_gradient(block.grad, prev_grad, hyper)
+    if rule.is_adamw and block.flat and not taken and isinstance(hyper.lr, float):
+        _fused_adamw(block, rule, hyper, scratch, scale, is_first)
+        return
+
+    c = corrected_gradient(block.grad, _previous(block, hyper, is_first), hyper, scratch)
     if scale:
-        torch._foreach_mul_(c, [scale[i] for i in own])
+        torch._foreach_mul_(c, block.of(scale))
 
     weight1: Weight = 1.0 - hyper.beta1
     weight2: Weight = 1.0 - hyper.beta2
     lr: Weight | Tensor = hyper.lr
     if taken:
-        counts = [taken[i].double() for i in own]
+        counts = [ok.double() for ok in taken]
         weight1 = [n * (1.0 - hyper.beta1) for n in counts]
         weight2 = [n * (1.0 - hyper.beta2) for n in counts]
         lr = [n * hyper.lr for n in counts]
@@ -121,37 +148,78 @@ def update(
             max_exp_avg_sq=block.max_exp_avg_sq,
             weight1=weight1,
             weight2=weight2,
-            correction1=[correction1[i] for i in own] if correction1 else [],
-            correction2=[correction2[i] for i in own] if correction2 else [],
+            correction1=block.of(correction1),
+            correction2=block.of(correction2),
             eps=hyper.eps,
+            scratch=scratch.like(block.value, 1),
         )
-        move(block.value, rule.direction(c, moments), lr, hyper.weight_decay)
+        move(block.value, *rule.direction(c, moments), lr, hyper.weight_decay)
+    _keep_gradient(block, hyper)
 
+
+def _keep_gradient(block: Block, hyper: Hyper) -> None:
     if block.prev_grad and hyper.keep_gradient:
         torch._foreach_copy_(block.prev_grad, block.grad)
 
 
-def move(value: Tensors, direction: Tensors, lr: Weight | Tensor, weight_decay: float) -> None:
-    """p <- p - lr * (weight_decay * p + d), in place; half-precision values are rounded once, at the end."""
+def _fused_adamw(block: Block, rule: Rule, hyper: Hyper, scratch: Scratch, scale: Tensors, is_first: Tensors) -> None:
+    """The same step with PyTorch's own fused AdamW, for which c~ is the gradient: one pass over the memory."""
+    if rule.corrected:
+        c = corrected_gradient(block.grad, _previous(block, hyper, is_first), hyper, scratch)
+        if scale:
+            torch._foreach_mul_(c, block.of(scale))
+    else:
+        c = widen(block.grad)
+    value = widen(block.value)
+    torch._fused_adamw_(
+        value,
+        c,
+        block.exp_avg,
+        block.exp_avg_sq,
+        block.max_exp_avg_sq,
+        block.step,
+        lr=hyper.lr,
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        weight_decay=hyper.weight_decay,
+        eps=hyper.eps,
+        amsgrad=bool(block.max_exp_avg_sq),
+        maximize=hyper.maximize and not rule.corrected,
+    )
+    if value is not block.value:
+        torch._foreach_copy_(block.value, value)
+    _keep_gradient(block, hyper)
+
+
+def move(
+    value: Tensors, numerator: Tensors, denominator: Tensors | None, lr: Weight | Tensor, weight_decay: float
+) -> None:
+    """p <- p - lr * (weight_decay * p + numerator / denominator), in place.
+
+    Half-precision values are rounded once, at the end.
+    """
     wide = widen(value)
     if isinstance(lr, (int, float)):
         if weight_decay:
             torch._foreach_mul_(wide, 1.0 - lr * weight_decay)
-        torch._foreach_add_(wide, direction, alpha=-lr)
+        if denominator is None:
+            torch._foreach_add_(wide, numerator, alpha=-lr)
+        else:
+            torch._foreach_addcdiv_(wide, numerator, denominator, value=-lr)
     else:
         rates = lr if isinstance(lr, list) else [lr] * len(wide)
         if weight_decay:
             torch._foreach_mul_(wide, [1.0 - rate * weight_decay for rate in rates])
-        torch._foreach_mul_(direction, rates)
-        torch._foreach_sub_(wide, direction)
-    if wide[0] is not value[0]:
+        direction = numerator if denominator is None else torch._foreach_div(numerator, denominator)
+        torch._foreach_sub_(wide, torch._foreach_mul(direction, rates))
+    if wide is not value:
         torch._foreach_copy_(value, wide)
 
 
 def _previous(block: Block, hyper: Hyper, is_first: Tensors) -> Tensors:
     if hyper.first_step_is_paper and block.prev_grad:
         return [
-            torch.where(is_first[i], g.to(h.dtype), h)
-            for g, h, i in zip(block.grad, block.prev_grad, block.owner, strict=True)
+            torch.where(first, g.to(h.dtype), h)
+            for first, g, h in zip(block.of(is_first), block.grad, block.prev_grad, strict=True)
         ]
     return block.prev_grad

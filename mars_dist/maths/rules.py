@@ -34,7 +34,7 @@ class Moments:
     """The moments of a list of tensors and what an element-wise rule needs to turn them into a direction.
 
     ``weight1`` = 1 - beta1 and ``weight2`` = 1 - beta2 (zero for a tensor whose step is skipped); ``correction1`` =
-    1 - beta1^t and ``correction2`` = sqrt(1 - beta2^t), one 0-dim tensor for each tensor.
+    1 - beta1^t and ``correction2`` = 1 / sqrt(1 - beta2^t), one 0-dim tensor for each tensor.
     """
 
     exp_avg: Tensors
@@ -42,9 +42,15 @@ class Moments:
     max_exp_avg_sq: Tensors
     weight1: Weight
     weight2: Weight
-    correction1: Sequence[Tensor]
-    correction2: Sequence[Tensor]
+    correction1: Tensors
+    correction2: Tensors
     eps: float
+    scratch: Tensors  # float tensors of the same sizes to write into
+
+
+# d = numerator / denominator, tensor by tensor; no denominator is 1. Kept apart so that the last division can be
+# fused with the update of the value.
+Direction = tuple[Tensors, Tensors | None]
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Rule:
         corrected: uses c~, hence the previous gradient and the norm of the whole tensor; plain AdamW does not.
         second_moment: keeps ``exp_avg_sq``.
         direction: element-wise rules: ``direction(c, moments)`` updates the moments in place and returns d for each
-            tensor (it may write into ``c``).
+            tensor (it may write into ``c`` and the scratch).
         matrix_direction: matrix rules: ``matrix_direction(exp_avg, 1 - beta1, eps, orthogonalize)`` is called with a
             whole matrix, or a batch of them, after the momentum was updated; it changes nothing and returns d.
     """
@@ -64,12 +70,17 @@ class Rule:
     label: str
     corrected: bool = True
     second_moment: bool = False
-    direction: Callable[[Tensors, Moments], Tensors] | None = None
+    direction: Callable[[Tensors, Moments], Direction] | None = None
     matrix_direction: Callable[[Tensor, float, float, Orthogonalizer], Tensor] | None = None
 
     @property
     def whole_matrix(self) -> bool:
         return self.matrix_direction is not None
+
+    @property
+    def is_adamw(self) -> bool:
+        """A kernel may use any implementation of AdamW, with c~ as the gradient."""
+        return self.direction is adamw_direction
 
 
 @dataclass(frozen=True)
@@ -84,7 +95,7 @@ class Orthogonalizer:
         return polar_factor(x) if self.method == "svd" else newton_schulz(x, self.steps, eps, self.dtype, form)
 
 
-def adamw_direction(c: Tensors, s: Moments) -> Tensors:
+def adamw_direction(c: Tensors, s: Moments) -> Direction:
     """d = m / ((sqrt(v) / sqrt(1 - beta2^t) + eps) * (1 - beta1^t)), with m, v the moments of c and c^2.
 
     ``amsgrad`` takes the running maximum of v.
@@ -96,17 +107,21 @@ def adamw_direction(c: Tensors, s: Moments) -> Tensors:
     if s.max_exp_avg_sq:
         torch._foreach_maximum_(s.max_exp_avg_sq, v)
         v = s.max_exp_avg_sq
-    d = torch._foreach_sqrt(v)
-    torch._foreach_div_(d, list(s.correction2))
-    torch._foreach_add_(d, s.eps)
-    torch._foreach_mul_(d, list(s.correction1))
-    return list(torch._foreach_div(s.exp_avg, d))
+    denominator = s.scratch
+    torch._foreach_copy_(denominator, v)
+    torch._foreach_sqrt_(denominator)
+    torch._foreach_mul_(denominator, s.correction2)
+    torch._foreach_add_(denominator, s.eps)
+    torch._foreach_mul_(denominator, s.correction1)
+    return s.exp_avg, denominator
 
 
-def lion_direction(c: Tensors, s: Moments) -> Tensors:
+def lion_direction(c: Tensors, s: Moments) -> Direction:
     """d = sign(m), with m the moment of c."""
     lerp_(s.exp_avg, c, s.weight1)
-    return list(torch._foreach_sign(s.exp_avg))
+    torch._foreach_copy_(c, s.exp_avg)
+    torch._foreach_sign_(c)
+    return c, None
 
 
 def shampoo_direction(exp_avg: Tensor, weight1: float, eps: float, orthogonalize: Orthogonalizer) -> Tensor:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+# Set by tests on machines with one accelerator, so that the collectives run there as well.
+KEEP_COLLECTIVES = os.environ.get("MARS_DIST_KEEP_COLLECTIVES", "0") == "1"
+
+
+def is_shared(group: ProcessGroup | None) -> bool:
+    """Whether a tensor of ``group`` is spread over more than one rank."""
+    return group is not None and (dist.get_world_size(group) > 1 or KEEP_COLLECTIVES)
 
 
 def communication_device(tensor: Tensor, group: ProcessGroup) -> torch.device:
@@ -13,15 +23,17 @@ def communication_device(tensor: Tensor, group: ProcessGroup) -> torch.device:
 
     With CPU offload the state is on the CPU while NCCL takes only accelerator tensors.
     """
-    if tensor.device.type == "cpu" and "nccl" in dist.get_backend(group) and "gloo" not in dist.get_backend(group):
+    if tensor.device.type == "cpu" and "cpu:" not in dist.get_backend_config(group):
         accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None, "a process group with NCCL needs an accelerator"
+        assert accelerator is not None, "a process group that cannot reduce CPU tensors needs an accelerator"
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
     return tensor.device
 
 
 def sum_over_ranks(vector: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of ``vector`` over ``group``, on the device of ``vector``. One all-reduce."""
+    """The sum of ``vector`` over ``group``, on the device of ``vector``. One all-reduce; none on one rank."""
+    if not is_shared(group):
+        return vector
     moved = vector.to(communication_device(vector, group))
     dist.all_reduce(moved, group=group)
     return moved.to(vector.device)

@@ -53,7 +53,7 @@ def _stage12(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout:
     last = first + flat.numel()
     segments = []
     for name, p in originals:
-        begin = p.data.storage_offset()
+        begin = int(p.data.storage_offset())
         low, high = max(first, begin), min(last, begin + p.numel())
         if low >= high:
             segments.append(Segment(name, tuple(p.shape), 0, 0, 0))
