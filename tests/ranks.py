@@ -25,11 +25,11 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``world_size`` processes with an initialised process group; ``run`` calls one function on all of them."""
+    """``world_size`` processes with a process group (gloo; NCCL with a GPU each); ``run`` calls a function on all."""
 
-    def __init__(self, world_size: int, init_process_group: bool = True) -> None:
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
         self.world_size = world_size
-        self.init_process_group = init_process_group
+        self.device = device
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
 
@@ -38,7 +38,7 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
             here, there = context.Pipe()
-            args = (rank, self.world_size, str(self.folder), there, self.init_process_group)
+            args = (rank, self.world_size, str(self.folder), there, self.device)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             there.close()
@@ -88,7 +88,7 @@ class RankPool:
         self.pipes, self.processes = [], []
 
 
-def _serve(rank: int, world_size: int, folder: str, pipe: Any, init_process_group: bool) -> None:
+def _serve(rank: int, world_size: int, folder: str, pipe: Any, device: str) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -96,14 +96,16 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Any, init_process_grou
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0",  # never used: the rendezvous is a file
-        DS_ACCELERATOR="cpu",
-        CUDA_VISIBLE_DEVICES="",
+        DS_ACCELERATOR=device,
+        MARS_DIST_KEEP_COLLECTIVES="1",
         OMP_NUM_THREADS="1",
         HF_HUB_OFFLINE="1",
         HF_HOME=os.path.join(folder, "hf"),
         TORCH_EXTENSIONS_DIR=os.path.join(folder, "extensions"),
         TRITON_CACHE_DIR=os.path.join(folder, "triton"),
     )
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     stack = open(os.path.join(folder, f"stack{rank}"), "w")  # noqa: SIM115 - stays open for the handler
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     warnings.simplefilter("ignore", FutureWarning)  # DeepSpeed calls collectives by their old names
@@ -111,8 +113,10 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Any, init_process_grou
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    if init_process_group:
-        dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    dist.init_process_group(backend, f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     while True:
         try:
             function, args = pipe.recv()

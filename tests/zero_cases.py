@@ -35,9 +35,7 @@ class ZeroCase:
         words = [f"zero{self.stage}", self.dtype]
         words += ["offload"] * self.offload + [f"clip{self.clip:g}"] * (self.clip > 0)
         words += [f"accumulate{self.accumulation}"] * (self.accumulation > 1)
-        words += [
-            str(v) if isinstance(v, str) else f"{k}={v}" for k, v in self.params.items() if k not in ("lr", "lr_1d")
-        ]
+        words += [v if isinstance(v, str) else f"{k}={v}" for k, v in self.params.items()]
         words += [f"{k}={v}" for k, v in {**self.zero, **self.extra}.items()]
         words += [self.net] * (self.net != "net") + [self.construct] * (self.construct != "json")
         return "-".join(words).replace(" ", "")
@@ -98,7 +96,7 @@ def run(case: ZeroCase) -> dict[str, Any]:
         tokens, targets = nets.batch(step)
         rows = torch.arange(12).view(case.accumulation, dist.get_world_size(), -1)[:, dist.get_rank()]
         for part in rows:
-            loss = engine(tokens[part], targets[part])
+            loss = engine(tokens[part].to(engine.device), targets[part].to(engine.device))
             engine.backward(loss)
             if step == 0 and case.record_public:
                 recorder.public = public_gradients(net)
@@ -208,7 +206,7 @@ class Recorder:
                     continue
                 layout = optimizer._layouts[id(p)][1]
                 for s in layout.segments:
-                    piece = p.grad.detach().flatten()[s.offset : s.offset + s.numel].double()
+                    piece = p.grad.detach().flatten()[s.offset : s.offset + s.numel].double().cpu()
                     self.updates[-1].setdefault(self.names[s.name], []).append((s.start, piece))
 
     def end_of_update(self) -> None:
@@ -238,7 +236,7 @@ def public_gradients(net: torch.nn.Module) -> dict[str, Tensor]:
     for name, p in net.named_parameters():
         grad = safe_get_full_grad(p)
         if grad is not None:
-            out[name] = grad.double().flatten()
+            out[name] = grad.double().flatten().cpu()
     return out
 
 
@@ -251,7 +249,7 @@ def parameters(net: torch.nn.Module, engine: Any, case: ZeroCase) -> dict[str, T
         masters = [t for group in engine.optimizer.fp32_groups for t in group]
         models = [t for group in engine.optimizer.fp16_groups for t in group]
         by_id = {id(m): master for m, master in zip(models, masters, strict=True)}
-        return {name: by_id[id(p)].detach().double() for name, p in net.named_parameters()}
+        return {name: by_id[id(p)].detach().double().cpu() for name, p in net.named_parameters()}
     out = {}
     for name, p in net.named_parameters():
         with deepspeed.zero.GatheredParameters([p], enabled=case.stage == 3):
@@ -260,5 +258,5 @@ def parameters(net: torch.nn.Module, engine: Any, case: ZeroCase) -> dict[str, T
             master = safe_get_full_fp32_param(p).double()
             assert torch.equal(master.bfloat16().double(), value), f"{name}: the model does not compute with the master"
             value = master
-        out[name] = value
+        out[name] = value.cpu()
     return out

@@ -27,6 +27,7 @@ def locate(name: str, param: Tensor) -> Layout:
     if getattr(param, "_fsdp_flattened", False) or type(param).__name__ == "FlatParameter":
         raise RuntimeError(
             f"{name} belongs to FullyShardedDataParallel (FSDP1), which hands over flat pieces of tensors: this "
-            "version of mars_dist cannot see their shapes and does not fall back to AdamW. Use DeepSpeed ZeRO-1/2/3 or DDP."
+            "version of mars_dist cannot see their shapes and does not fall back to AdamW. Use DeepSpeed "
+            "ZeRO-1/2/3 or DDP."
         )
     return whole(name, param)
