@@ -26,7 +26,7 @@ from mars_dist.config import (
     resolve_group,
 )
 from mars_dist.sharding.layout import Layout
-from mars_dist.sharding.locate import locate
+from mars_dist.sharding.locate import locate, trainable_only
 from mars_dist.sharding.norms import check_same, is_shared
 from mars_dist.step import Shard, take_step
 
@@ -180,7 +180,7 @@ class MARS(Optimizer):
         number = group[GROUP_ID]
         names = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
         self._originals[number] = [
-            (name, weakref.ref(p)) for name, p in zip(names, group["params"], strict=True) if p.requires_grad
+            (name, weakref.ref(p)) for name, p in zip(names, group["params"], strict=True)
         ]
 
     # -------------------------------------------------------------------------------------------------- step
@@ -249,8 +249,7 @@ class MARS(Optimizer):
             if not self._logged:
                 self._log_rules()
             return layout[1]
-        originals = [(name, q) for name, ref in self._originals[group[GROUP_ID]] if (q := ref()) is not None]
-        found = locate(p, position, group["params"], originals)
+        found = locate(p, position, group["params"], self._constructed_with(group[GROUP_ID]))
         if found.process_group is not None and is_shared(found.process_group):
             if not check_same(found.fingerprint(), found.process_group, p.device):
                 raise RuntimeError(
@@ -258,16 +257,25 @@ class MARS(Optimizer):
                     f"parameters in it (this rank sees {len(found.segments)}, the first is {found.segments[0].name} of "
                     f"shape {found.segments[0].shape}). Build the same model and parameter groups on every rank."
                 )
-            self._refuse_matrix_rules(group, found)
+            self._refuse_what_needs_whole_tensors(group, found)
         self._layouts[id(p)] = (weakref.ref(p), found)
         for segment in found.segments:
             rule = Shard(p, p, {}, group, found).rule(segment, self.settings)
-            self._rules[segment.name] = (rule.label, len(segment.shape) == 2)
-        if not self._logged and len(self._rules) >= sum(len(refs) for refs in self._originals.values()):
+            self._rules[group[GROUP_ID], segment.name] = (rule.label, len(segment.shape) == 2)
+        trainable = [p for number in self._originals for _, p in trainable_only(self._constructed_with(number))]
+        if not self._logged and len(self._rules) >= len(trainable):
             self._log_rules()
         return found
 
-    def _refuse_matrix_rules(self, group: dict[str, Any], layout: Layout) -> None:
+    def _constructed_with(self, number: int) -> list[tuple[str, Tensor]]:
+        return [(name, p) for name, ref in self._originals[number] if (p := ref()) is not None]
+
+    def _refuse_what_needs_whole_tensors(self, group: dict[str, Any], layout: Layout) -> None:
+        if not self.settings.is_approx:
+            raise RuntimeError(
+                f"exact mode (is_approx=False) is not supported under {layout.engine} yet, where the gradients of the "
+                "next batch do not reach the optimizer: use it on one process or under DDP, or is_approx=True here."
+            )
         for segment in layout.segments:
             rule = Shard(torch.empty(0), torch.empty(0), {}, group, layout).rule(segment, self.settings)
             if rule.whole_matrix:
@@ -390,7 +398,7 @@ class MARS(Optimizer):
         """What is derived from the groups and rebuilt when they change; none of it is saved."""
         self._originals: dict[int, list[tuple[str, weakref.ref[Tensor]]]] = originals or {}
         self._layouts: dict[int, tuple[weakref.ref[Tensor], Layout]] = {}
-        self._rules: dict[str, tuple[str, bool]] = {}
+        self._rules: dict[tuple[int, str], tuple[str, bool]] = {}
         self._logged = False
         self._previous_is_new = True
 

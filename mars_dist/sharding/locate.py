@@ -10,12 +10,17 @@ from mars_dist.sharding import torch_native, zero
 from mars_dist.sharding.layout import Layout, whole
 
 
+def trainable_only(originals: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Those that engines put into their flat tensors or copies: trainable, with at least one element."""
+    return [(name, p) for name, p in originals if p.requires_grad and getattr(p, "ds_numel", p.numel()) > 0]
+
+
 def locate(param: Tensor, position: int, handed: Sequence[Tensor], originals: Sequence[tuple[str, Tensor]]) -> Layout:
     """The layout of ``param`` = ``handed[position]``, one of the tensors that a parameter group holds now.
 
     Args:
         handed: all tensors of the parameter group as the engine left it.
-        originals: name and parameter of every trainable tensor that the group was constructed with.
+        originals: name and parameter of every tensor that the group was constructed with.
 
     Raises:
         RuntimeError: when the shapes cannot be known; the message says what to do.
@@ -23,6 +28,7 @@ def locate(param: Tensor, position: int, handed: Sequence[Tensor], originals: Se
     for name, original in originals:
         if original is param:
             return torch_native.locate(name, param)
+    originals = trainable_only(originals)
     layout = zero.locate(param, originals)
     if layout is not None:
         return layout
