@@ -25,7 +25,7 @@ TEST = ["pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<
 setup(
     name="mars-dist",
     version=version(),
-    description="MARS optimizers (AdamW, Lion, Shampoo, M) that stay exact under DDP, ZeRO and FSDP",
+    description="MARS optimizers (AdamW, Lion, Shampoo, M) with one result on one process, DDP and DeepSpeed ZeRO",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

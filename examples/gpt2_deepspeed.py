@@ -43,10 +43,11 @@ def build_model() -> torch.nn.Module:
         bos_token_id=END_OF_TEXT_ID,
         eos_token_id=END_OF_TEXT_ID,
         use_cache=False,
-        loss_type="ForCausalLM",
         attn_implementation="sdpa",
     )
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # the default, said explicitly: transformers warns when it has to guess
+    return model
 
 
 def schedule(steps: int, step: int) -> float:

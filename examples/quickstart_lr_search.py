@@ -3,7 +3,8 @@
     DS_ACCELERATOR=cpu deepspeed --num_gpus 2 --no_local_rank examples/quickstart_lr_search.py \
         --config ds_configs/quickstart_mars.json --lr 5e-3 1e-2 2e-2 --seed 1 --csv examples/results/quickstart_lr.csv
 
-A row per run is appended to the file. `lr_1d` keeps the ratio to `lr` that the configuration has.
+A row per run is appended to the file. `lr_1d` keeps the ratio to `lr` that the configuration has (`--set lr_1d=…` is
+applied first).
 """
 
 import argparse
@@ -15,13 +16,14 @@ from pathlib import Path
 import torch.distributed as dist
 from gpt2_deepspeed import SEQUENCE, train
 
-COLUMNS = ["optimizer", "lr", "seed", "steps", "tokens", "held_out_loss"]
+COLUMNS = ["optimizer", "lr", "changed", "seed", "steps", "tokens", "held_out_loss"]
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="DeepSpeed configuration (JSON)")
     parser.add_argument("--lr", type=float, nargs="+", required=True)
     parser.add_argument("--seed", type=int, nargs="+", default=[1])
+    parser.add_argument("--set", nargs="*", default=[], help="other optimizer parameters: betas=[0.9,0.99] gamma=0.05")
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--csv", type=Path, required=True, help="rows are appended here")
     parser.add_argument("--runs", type=Path, default=Path("runs/lr_search"), help="folder of the metrics")
@@ -29,6 +31,9 @@ if __name__ == "__main__":
     args.runs.mkdir(parents=True, exist_ok=True)
 
     base = json.loads(args.config.read_text())
+    for word in args.set:
+        key, value = word.split("=", 1)
+        base["optimizer"]["params"][key] = json.loads(value)
     for seed in args.seed:
         for lr in args.lr:
             config = copy.deepcopy(base)
@@ -36,7 +41,7 @@ if __name__ == "__main__":
             if "lr_1d" in params:
                 params["lr_1d"] *= lr / params["lr"]
             params["lr"] = lr
-            out = args.runs / f"{name.lower()}_lr{lr:g}_seed{seed}.jsonl"
+            out = args.runs / f"{'_'.join([name.lower(), f'lr{lr:g}', *args.set, f'seed{seed}'])}.jsonl"
             loss = train(config, out, args.steps, seed)
             if dist.get_rank() == 0:
                 new = not args.csv.exists()
@@ -45,5 +50,5 @@ if __name__ == "__main__":
                     if new:
                         writer.writerow(COLUMNS)
                     tokens = args.steps * config["train_batch_size"] * SEQUENCE
-                    writer.writerow([name, f"{lr:g}", seed, args.steps, tokens, f"{loss:.4f}"])
+                    writer.writerow([name, f"{lr:g}", " ".join(args.set), seed, args.steps, tokens, f"{loss:.4f}"])
     dist.destroy_process_group()

@@ -100,6 +100,6 @@ if __name__ == "__main__":
     args = parser.parse_args()
     runs = [read(args.first), read(args.second)]
     print(f"\n{table(runs)}\n\n{verdict(*runs)}")
-    print(f"best loss without context (unigram): {runs[0].summary['unigram_loss']:.3f}")
+    print(f"The best loss without context (unigram) is {runs[0].summary['unigram_loss']:.3f}.")
     draw(runs, args.png)
     print(f"written: {args.first}, {args.second}, {args.png}")
