@@ -224,8 +224,11 @@ def test_real_gradients_at_lr_zero_are_a_step(mars_type: str, lr: float | torch.
 
 
 @pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
-def test_zero_gradients_at_lr_zero_are_a_step_for_a_tensor_that_has_taken_one(lr: float | torch.Tensor) -> None:
-    params = parameters(torch.float64)
+@pytest.mark.parametrize("names", [["wide", "bias"], ["bias"]], ids=str)
+def test_zero_gradients_at_lr_zero_are_a_step_for_a_tensor_that_has_taken_one(
+    names: list[str], lr: float | torch.Tensor
+) -> None:
+    params = parameters(torch.float64, {name: SHAPES[name] for name in names})
     optimizer, reference = MARS(params.values()), ReferenceMARS(params)
     zeros = {name: torch.zeros_like(p) for name, p in params.items()}
     for step, now in enumerate((3e-3, lr, 3e-3)):
@@ -234,6 +237,7 @@ def test_zero_gradients_at_lr_zero_are_a_step_for_a_tensor_that_has_taken_one(lr
         set_gradients(params, grads)
         optimizer.step()
         reference.step(grads, lr=float(now))
+    assert all(int(state["step"]) == 3 for state in optimizer.state.values())
     assert_close(params, reference.params)
 
 
