@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mars_dist.pretrain.launch_env import launcher_arguments
+from mars_dist.integrations.deepspeed_launch import launcher_arguments
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
