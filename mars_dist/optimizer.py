@@ -28,7 +28,7 @@ from mars_dist.config import (
 from mars_dist.sharding.layout import Layout
 from mars_dist.sharding.locate import locate, trainable_only
 from mars_dist.sharding.norms import check_same, is_shared
-from mars_dist.step import Shard, take_step
+from mars_dist.step import Shard, learning_rate, take_step
 
 logger = logging.getLogger("mars_dist")
 
@@ -179,9 +179,7 @@ class MARS(Optimizer):
         """
         number = group[GROUP_ID]
         names = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
-        self._originals[number] = [
-            (name, weakref.ref(p)) for name, p in zip(names, group["params"], strict=True)
-        ]
+        self._originals[number] = [(name, weakref.ref(p)) for name, p in zip(names, group["params"], strict=True)]
 
     # -------------------------------------------------------------------------------------------------- step
 
@@ -210,20 +208,18 @@ class MARS(Optimizer):
                 "each step take the gradient of the next batch at the point before it: see update_previous_grad()."
             )
         shards = []
-        may_be_dry_run = False
         for group in self.param_groups:
-            lr = group["lr"]
             for i, p in enumerate(group["params"]):
                 if p.grad is None:
                     continue
                 shard = self._shard(group, i, p)
-                new = not self.state[p]
-                may_be_dry_run |= isinstance(lr, Tensor) or lr == 0.0 or (new and shard.layout.engine == "copies")
+                created_by_wrapper = shard.layout.engine == "copies" and not shard.state
+                shard.may_be_dry_run = created_by_wrapper or learning_rate(group) == 0.0
                 rules = [shard.rule(segment, self.settings) for segment in shard.layout.segments]
                 states.ensure(shard.state, p, shard.grad, rules, group["amsgrad"])
                 shards.append(shard)
         if shards:
-            take_step(shards, self.settings, may_be_dry_run)
+            take_step(shards, self.settings)
             self._previous_is_new = self.settings.is_approx
         return loss
 

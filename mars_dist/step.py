@@ -40,6 +40,10 @@ class Shard:
     state: dict[str, Tensor]
     group: Mapping[str, Any]
     layout: Layout
+    # Checkpoint libraries and wrappers create states by a step on zero gradients, with lr 0 or at construction. Where
+    # this holds (a 0-dim bool tensor when lr is one), a tensor that has taken no step yet is left alone if every
+    # gradient of the call is zero.
+    may_be_dry_run: bool | Tensor = False
 
     def rule(self, segment: Segment, settings: Settings) -> Rule:
         g = self.group
@@ -103,35 +107,26 @@ class Bucket:
         return blocks if blocks[-1].value else blocks[:-1]
 
 
-def take_step(shards: Sequence[Shard], settings: Settings, may_be_dry_run: bool) -> None:
-    """One step of MARS over ``shards``, in place.
-
-    Args:
-        shards: what the engine handed over in this call, with states already created.
-        settings: what is one for the optimizer.
-        may_be_dry_run: checkpoint libraries and wrappers create states by a step on zero gradients. In such a call
-            a tensor that has taken no step yet is left alone if every gradient is zero.
-    """
+def take_step(shards: Sequence[Shard], settings: Settings) -> None:
+    """One step of MARS, in place, over what the engine handed over in this call; the states exist already."""
     buckets = list(_buckets(shards, settings).values())
-    masked = may_be_dry_run or settings.skip_nonfinite
-    is_first = {id(s): s.state[STEP] == 0 for s in shards}
+    masked = settings.skip_nonfinite or any(s.may_be_dry_run is not False for s in shards)
+    unstepped = masked or settings.first_step == "paper"
+    is_first = {id(s): s.state[STEP] == 0 for s in shards} if unstepped else {}
 
     blocks = [bucket.blocks() for bucket in buckets]
     scratch = Scratch()
     sums = _squared_norms(buckets, blocks, is_first, masked, scratch)
-    taken = _taken(sums, shards, settings, may_be_dry_run, is_first) if masked else {}
-    for s in shards:
-        s.state[STEP].add_(taken[id(s)] if masked else 1)
+    taken = _taken(sums, shards, settings, is_first) if masked else {}
+    steps = [s.state[STEP] for s in shards]
+    torch._foreach_add_(steps, [taken[id(s)].to(s.state[STEP].dtype) for s in shards] if masked else 1.0)
 
     for bucket, its_blocks in zip(buckets, blocks, strict=True):
         owners = [id(p.shard) for p in bucket.pieces]
-        correction1, correction2 = _bias_corrections(bucket)
         per_tensor = {
             "scale": [p.scale for p in bucket.pieces if p.scale is not None],
-            "is_first": [is_first[o] for o in owners],
+            "is_first": [is_first[o] for o in owners] if unstepped else [],
             "taken": [taken[o] for o in owners] if masked else [],
-            "correction1": correction1,
-            "correction2": correction2,
         }
         for block in its_blocks:
             kernels.update(block, bucket.rule, bucket.hyper, scratch, **per_tensor)
@@ -151,8 +146,14 @@ def _buckets(shards: Sequence[Shard], settings: Settings) -> dict[Any, Bucket]:
     return buckets
 
 
+def learning_rate(group: Mapping[str, Any]) -> float | Tensor:
+    """The group's lr: a float, or a 0-dim tensor where the caller keeps it as a tensor of one element."""
+    lr = group["lr"]
+    return lr.reshape(()) if isinstance(lr, Tensor) else float(lr)
+
+
 def _hyper(group: Mapping[str, Any], rule: Rule, settings: Settings) -> Hyper:
-    lr = group["lr"] if isinstance(group["lr"], Tensor) else float(group["lr"])
+    lr = learning_rate(group)
     if not rule.corrected:
         beta1, beta2 = group["betas_1d"]
         return Hyper(
@@ -194,7 +195,7 @@ def _squared_norms(
     for bucket, its_blocks in zip(buckets, blocks, strict=True):
         if bucket.hyper.clip is None and not masked:
             continue
-        firsts = [is_first[id(p.shard)] for p in bucket.pieces]
+        firsts = [is_first[id(p.shard)] for p in bucket.pieces] if is_first else []
         for block in its_blocks:
             norms = kernels.squared_norms(block, bucket.hyper, firsts, scratch)
             for owner, norm in zip(block.owner, norms, strict=True):
@@ -208,15 +209,14 @@ def _squared_norms(
         if group is not None:
             vector = sum_over_ranks(vector, group)
         vectors.append(vector)
-        whole = vector.sqrt()
-        limits = [float("inf") if clip is None else clip for _, clip in members]
-        # A NaN norm is not above the limit: the NaN goes through to the parameters, as in the reference, unless
-        # skip_nonfinite leaves the step out.
-        limit = torch.tensor(limits, dtype=whole.dtype).to(whole.device, non_blocking=True)
-        scales = torch.where(whole > limit, limit / whole, torch.ones_like(whole)).unbind()
-        for (piece, clip), scale in zip(members, scales, strict=True):
-            if clip is not None:
-                piece.scale = scale
+        norms_of_whole = vector.sqrt()
+        for limit in {clip for _, clip in members if clip is not None}:
+            # A NaN norm is not above the limit: the NaN goes through to the parameters, as in the reference, unless
+            # skip_nonfinite leaves the step out.
+            scales = torch.where(norms_of_whole > limit, limit / norms_of_whole, 1.0).unbind()
+            for (piece, clip), scale in zip(members, scales, strict=True):
+                if clip == limit:
+                    piece.scale = scale
     return vectors
 
 
@@ -229,11 +229,7 @@ def _sum(piece: Piece) -> Tensor:
 
 
 def _taken(
-    sums: list[Tensor],
-    shards: Sequence[Shard],
-    settings: Settings,
-    may_be_dry_run: bool,
-    is_first: dict[int, Tensor],
+    sums: list[Tensor], shards: Sequence[Shard], settings: Settings, is_first: dict[int, Tensor]
 ) -> dict[int, Tensor]:
     """For each shard, a 0-dim bool on its device: whether this call is a step for it."""
     everything = torch.cat([v.to(sums[0].device) for v in sums])
@@ -245,21 +241,13 @@ def _taken(
         ok = torch.ones_like(first)
         if settings.skip_nonfinite:
             ok = ok & finite.to(first.device)
-        if may_be_dry_run:
-            ok = ok & (~first | some_gradient.to(first.device))
+        if s.may_be_dry_run is not False:
+            real = ~first | some_gradient.to(first.device)
+            if isinstance(s.may_be_dry_run, Tensor):
+                real = real | ~s.may_be_dry_run.to(first.device)
+            ok = ok & real
         taken[id(s)] = ok
     return taken
-
-
-def _bias_corrections(bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
-    """1 - beta1^t and 1 / sqrt(1 - beta2^t) for every piece, in float64 on the device."""
-    if not bucket.rule.second_moment:
-        return [], []
-    # A tensor that has taken no step has t = 0 and moves by zero: any t avoids 0 / 0.
-    t = torch.stack([p.shard.state[STEP] for p in bucket.pieces]).double().clamp(min=1.0)
-    correction1 = 1.0 - torch.pow(bucket.hyper.beta1, t)
-    correction2 = (1.0 - torch.pow(bucket.hyper.beta2, t)).rsqrt()
-    return list(correction1.unbind()), list(correction2.unbind())
 
 
 def _move_matrices(bucket: Bucket, settings: Settings, taken: dict[int, Tensor]) -> None:

@@ -107,7 +107,7 @@ def run_sharded(scenario: Scenario, p0: list[Tensor], gradients: list[list[Tenso
                 shard = step.Shard(param, flatten(grads)[first:last].clone(), state, group, layout)
                 rules = [shard.rule(s, config) for s in segments]
                 states.ensure(state, param, shard.grad, rules, group["amsgrad"])
-                step.take_step([shard], config, may_be_dry_run=False)
+                step.take_step([shard], config)
             pieces[r] = param
         except BaseException as error:
             failures.append(error)

@@ -106,15 +106,12 @@ def update(
     scale: Tensors,
     is_first: Tensors,
     taken: Tensors,
-    correction1: Tensors,
-    correction2: Tensors,
 ) -> None:
     """One step of ``rule`` on every view, in place: moments, value, and h := g in approximate mode.
 
     Numbers for each tensor, as 0-dim tensors: ``scale`` multiplies c (empty: no clip); ``taken`` is false where the
-    tensor is left as it was (empty: all are taken); ``correction1``/``correction2`` are 1 - beta1^t and
-    1 / sqrt(1 - beta2^t) (empty for a rule that does not use them). Under a matrix rule only the momentum moves
-    here; the value follows once the matrix is whole.
+    tensor is left as it was (empty: all are taken); ``is_first`` as in ``squared_norms``. Under a matrix rule only
+    the momentum moves here; the value follows once the matrix is whole.
     """
     taken = block.of(taken)
     if taken:
@@ -142,19 +139,29 @@ def update(
     if rule.direction is None:
         lerp_(block.exp_avg, c, weight1)
     else:
+        correction1, correction2 = _bias_corrections(block, hyper) if rule.second_moment else ([], [])
         moments = Moments(
             exp_avg=block.exp_avg,
             exp_avg_sq=block.exp_avg_sq,
             max_exp_avg_sq=block.max_exp_avg_sq,
             weight1=weight1,
             weight2=weight2,
-            correction1=block.of(correction1),
-            correction2=block.of(correction2),
+            correction1=correction1,
+            correction2=correction2,
             eps=hyper.eps,
             scratch=scratch.like(block.value, 1),
         )
         move(block.value, *rule.direction(c, moments), lr, hyper.weight_decay)
     _keep_gradient(block, hyper)
+
+
+def _bias_corrections(block: Block, hyper: Hyper) -> tuple[Tensors, Tensors]:
+    """1 - beta1^t and 1 / sqrt(1 - beta2^t) for every view, in float64 on the device."""
+    # A tensor that has taken no step has t = 0 and moves by zero: any t avoids 0 / 0.
+    t = torch.stack(block.step).double().clamp(min=1.0)
+    correction1 = 1.0 - torch.pow(hyper.beta1, t)
+    correction2 = (1.0 - torch.pow(hyper.beta2, t)).rsqrt()
+    return list(correction1.unbind()), list(correction2.unbind())
 
 
 def _keep_gradient(block: Block, hyper: Hyper) -> None:
@@ -211,7 +218,9 @@ def move(
         if weight_decay:
             torch._foreach_mul_(wide, [1.0 - rate * weight_decay for rate in rates])
         direction = numerator if denominator is None else torch._foreach_div(numerator, denominator)
-        torch._foreach_sub_(wide, torch._foreach_mul(direction, rates))
+        # where(): a tensor without a first step may have 0 / 0 here
+        moves = [torch.where(rate != 0.0, d * rate, 0.0) for d, rate in zip(direction, rates, strict=True)]
+        torch._foreach_sub_(wide, moves)
     if wide is not value:
         torch._foreach_copy_(value, wide)
 

@@ -117,7 +117,7 @@ def adamw_direction(c: Tensors, s: Moments) -> Direction:
 
 
 def lion_direction(c: Tensors, s: Moments) -> Direction:
-    """d = sign(m), with m the moment of c."""
+    """d = sign(m), with m the moment of c. sign(0) = sign(NaN) = 0, as in the authors' code."""
     lerp_(s.exp_avg, c, s.weight1)
     torch._foreach_copy_(c, s.exp_avg)
     torch._foreach_sign_(c)
