@@ -102,14 +102,18 @@ def test_a_number_changed_in_a_group_takes_effect_at_the_next_step() -> None:
     assert_close(params, reference.params)
 
 
-def test_the_clip_of_a_group_is_its_own() -> None:
-    params = parameters(torch.float64, {"a": (3, 3), "b": (3, 3)})
-    optimizer = MARS([{"params": [params["a"]], "clip": None}, {"params": [params["b"]], "clip": 0.1}], lr_1d=3e-3)
+@pytest.mark.parametrize("skip_nonfinite", [False, True])
+def test_the_clip_of_a_group_is_its_own(skip_nonfinite: bool) -> None:
+    clips = {"none": None, "low": 0.1, "high": 5.0}
+    params = parameters(torch.float64, {name: (3, 3) for name in clips})
+    groups = [{"params": [params[name]], "clip": clip} for name, clip in clips.items()]
+    optimizer = MARS(groups, skip_nonfinite=skip_nonfinite)
     grads = {name: 10.0 * g for name, g in gradients(0, params).items()}
     set_gradients(params, grads)
     optimizer.step()
-    assert_close({"a": first_moment(optimizer, params["a"])}, {"a": 0.05 * 1.475 * grads["a"]})
-    assert_close({"b": first_moment(optimizer, params["b"])}, {"b": 0.05 * 0.1 * grads["b"] / grads["b"].norm()})
+    direction = {name: g / g.norm() for name, g in grads.items()}
+    expected = {"none": 1.475 * grads["none"], "low": 0.1 * direction["low"], "high": 5.0 * direction["high"]}
+    assert_close({n: first_moment(optimizer, p) for n, p in params.items()}, {n: 0.05 * c for n, c in expected.items()})
 
 
 def first_moment(optimizer: MARS, p: Tensor) -> Tensor:
