@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 from gpt2_deepspeed import SEQUENCE, train
 
-COLUMNS = ["optimizer", "lr", "changed", "seed", "steps", "tokens", "held_out_loss"]
+COLUMNS = ["optimizer", "lr", "lr_1d", "betas", "gamma", "seed", "steps", "tokens", "held_out_loss"]
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -46,9 +46,11 @@ if __name__ == "__main__":
             if dist.get_rank() == 0:
                 new = not args.csv.exists()
                 with args.csv.open("a", newline="") as file:
-                    writer = csv.writer(file)
+                    writer = csv.writer(file, lineterminator="\n")
                     if new:
                         writer.writerow(COLUMNS)
+                    shown = [f"{params[k]:g}" if k in params else "" for k in ("lr", "lr_1d")]
+                    shown += [" ".join(map(str, params["betas"])), params.get("gamma", "")]
                     tokens = args.steps * config["train_batch_size"] * SEQUENCE
-                    writer.writerow([name, f"{lr:g}", " ".join(args.set), seed, args.steps, tokens, f"{loss:.4f}"])
+                    writer.writerow([name, *shown, seed, args.steps, tokens, f"{loss:.4f}"])
     dist.destroy_process_group()
