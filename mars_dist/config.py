@@ -94,7 +94,7 @@ def check_keywords(unknown: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Raise ``TypeError`` for keywords that MARS does not have, naming the nearest one it has."""
     for name in unknown:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise TypeError(f"MARS got an unknown keyword {name!r}{hint} It knows: {', '.join(known)}.")
 
 
@@ -131,6 +131,8 @@ def resolve_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     ``weight_decay``, if it names one (so that a no-decay group stays undecayed); 0.1.
     """
     for name in group:
+        if name in Settings.__dataclass_fields__:
+            logger.warning("parameter group: %r is one for the whole optimizer and has no effect in a group", name)
         near = difflib.get_close_matches(name, GROUP_DEFAULTS, n=1, cutoff=0.85)
         if near and name not in GROUP_DEFAULTS and name not in defaults:
             logger.warning("parameter group: unknown key %r has no effect; did you mean %r?", name, near[0])
@@ -150,12 +152,7 @@ def resolve_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Check the values of one resolved group; the message names the argument, the value and the range."""
-    lr = group["lr"]
-    if isinstance(lr, torch.Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"lr must be a number or a tensor of one element, got a tensor of shape {tuple(lr.shape)}")
-    else:
-        _number("lr", lr, low=0.0)
+    _lr(group["lr"])
     for name in ("eps", "weight_decay", "weight_decay_1d", "lr_1d_ratio"):
         _number(name, group[name], low=0.0)
     _number("gamma", group["gamma"])
@@ -167,10 +164,17 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ValueError(f"use_mars must be True, False or None (= by the tensor's shape), got {group['use_mars']!r}")
 
 
-def _ratio(lr_1d: Any, lr: Any) -> float:
+def _lr(lr: Any) -> float:
     if isinstance(lr, torch.Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr must be a number or a tensor of one element, got a tensor of shape {tuple(lr.shape)}")
         lr = float(lr)
     _number("lr", lr, low=0.0)
+    return lr
+
+
+def _ratio(lr_1d: Any, lr: Any) -> float:
+    lr = _lr(lr)
     _number("lr_1d", lr_1d, low=0.0)
     if lr_1d == 0.0:
         return 0.0

@@ -301,7 +301,7 @@ class MARS(Optimizer):
                 if any(shard.rule(segment, self.settings).corrected for segment in shard.layout.segments):
                     state = self.state[p]
                     if "next_prev_grad" not in state:
-                        state["next_prev_grad"] = torch.empty_like(p.grad)
+                        state["next_prev_grad"] = torch.empty_like(p, dtype=p.grad.dtype, requires_grad=False)
                     state["next_prev_grad"].copy_(p.grad)
 
     @torch.no_grad()
@@ -356,7 +356,16 @@ class MARS(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states, groups and settings. States keep the precision they were saved in and are copied."""
         numbers = [group[GROUP_ID] for group in self.param_groups]
-        super().load_state_dict(state_dict)
+        final: dict[str, Any] = {}  # what is really loaded: hooks of the user may have replaced it
+        last = self.register_load_state_dict_pre_hook(lambda _, given: final.update(given))
+        first = self.register_load_state_dict_post_hook(lambda _: self._restore(final, numbers), prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+            first.remove()
+
+    def _restore(self, state_dict: dict[str, Any], numbers: list[int]) -> None:
         ours = state_dict.get(STATE_DICT_KEY)
         if ours is not None:
             self.settings = Settings.from_dict(ours)

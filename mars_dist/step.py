@@ -61,7 +61,7 @@ class Piece:
 
     @property
     def is_flat(self) -> bool:
-        return self.shard.param.is_contiguous() and self.shard.grad.is_contiguous()
+        return all(t.is_contiguous() for t in (self.shard.param, self.shard.grad, *self.shard.state.values()))
 
     def views(self, source: Tensor) -> list[Tensor]:
         """This piece in ``source`` (value, gradient or state of the shard), cut to the size of a block."""
