@@ -127,6 +127,26 @@ print("kept", torch.optim.MARS is torch.optim.SGD, mars_dist.MARS.__name__)
     assert "torch.optim.MARS is already <class 'torch.optim.sgd.SGD'>" in printed and "kept True MARS" in printed
 
 
+def test_loading_the_package_anew_replaces_our_own_older_function(tmp_path: Path) -> None:
+    """As notebooks do (autoreload), and test runners that empty sys.modules."""
+    code = """
+import importlib, sys, torch
+import mars_dist
+older = torch.optim.MARS
+registration = importlib.reload(mars_dist.integrations.deepspeed)
+registration.register()
+print("reloaded", torch.optim.MARS is registration.mars_from_config is not older)
+for name in [name for name in sys.modules if name.partition(".")[0] == "mars_dist"]:
+    del sys.modules[name]
+import mars_dist
+print("imported", torch.optim.MARS is mars_dist.integrations.deepspeed.mars_from_config)
+mars_dist.unregister()
+print("left", hasattr(torch.optim, "MARS"))
+"""
+    printed = python(code, tmp_path)
+    assert "reloaded True" in printed and "imported True" in printed and "left False" in printed
+
+
 # ----------------------------------------------------------------------------------- with the real DeepSpeed
 
 INITIALIZE = """

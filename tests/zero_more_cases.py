@@ -286,3 +286,13 @@ def on_copies(stage: int) -> None:
     engine, *_ = deepspeed.initialize(model=net, optimizer=mars_dist.MARS(copies, **LR), config=config)
     engine.backward(engine(*nets.batch(0)))
     engine.step()
+
+
+def changed_behind_the_engine(stage: int) -> None:
+    """Somebody writes into the model's weights after ``deepspeed.initialize``; its master copy does not know."""
+    import deepspeed
+
+    run = Run(ZeroCase(stage, construct="instance", steps=1))
+    with deepspeed.zero.GatheredParameters([run.net.gain], modifier_rank=0, enabled=stage == 3), torch.no_grad():
+        run.net.gain.fill_(0.75)
+    run.train(0, 1)
