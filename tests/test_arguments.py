@@ -157,8 +157,9 @@ def test_the_precision_of_the_iteration_is_the_same_by_name_and_by_torch_dtype(d
     ],
 )
 def test_an_unknown_keyword_names_the_nearest_known_one(unknown: str, nearest: str) -> None:
+    kwargs: dict[str, Any] = {unknown: 1.0}
     with pytest.raises(TypeError, match=f"{unknown!r}.*did you mean {nearest!r}"):
-        MARS([Parameter(torch.ones(2))], **{unknown: 1.0})
+        MARS([Parameter(torch.ones(2))], **kwargs)
 
 
 def test_an_unknown_keyword_that_is_near_to_none_lists_the_known_ones() -> None:

@@ -162,7 +162,7 @@ SYNCS: dict[str, Callable[[], Any]] = {
     "in": lambda: 1.0 in X,
     "max": lambda: max(X[0], X[1]),
     "alpha": lambda: torch.add(X, X, alpha=X.sum()),  # type: ignore[call-overload]
-    "range": lambda: range(X.int().sum()),  # type: ignore[call-overload]
+    "range": lambda: range(X.int().sum()),
     "nonzero": lambda: X.nonzero(),
     "where": lambda: torch.where(X > 1),
     "mask": lambda: X[X > 1],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.nn import Parameter
 from mars_dist import MARS
 
 # As in the authors' class, so that a user of theirs changes only the import.
-THEIRS = {
+THEIRS: dict[str, Any] = {
     "lr": 3e-3,
     "betas": (0.95, 0.99),
     "eps": 1e-8,
@@ -30,7 +31,7 @@ THEIRS = {
     "betas_1d": (0.9, 0.95),
     "weight_decay_1d": 0.1,
 }
-OURS = {
+OURS: dict[str, Any] = {
     "clip": 1.0,
     "first_step": "reference",
     "ns_steps": 5,
@@ -206,7 +207,7 @@ def test_an_added_group_is_resolved_as_the_others_and_the_dict_is_left_alone() -
     late = ["tall", "scalar"]
     early = [name for name in SHAPES if name not in late]
     optimizer = MARS([params[name] for name in early], lr=0.01, lr_1d=0.02, weight_decay=0.1)
-    overrides = {"lr": 0.02, "lr_1d": 0.005, "betas": [0.9, 0.95], "weight_decay": 0.0, "gamma": 0.1}
+    overrides: dict[str, Any] = {"lr": 0.02, "lr_1d": 0.005, "betas": [0.9, 0.95], "weight_decay": 0.0, "gamma": 0.1}
     group = {"params": iter([params[name] for name in late]), **overrides}
     before = dict(group)
     optimizer.add_param_group(group)
@@ -216,7 +217,7 @@ def test_an_added_group_is_resolved_as_the_others_and_the_dict_is_left_alone() -
     expected = {"lr": 0.02, "lr_1d_ratio": 0.25, "betas": (0.9, 0.95), "weight_decay": 0.0, "weight_decay_1d": 0.0}
     assert {key: added[key] for key in expected} == expected
 
-    groups = [{"names": early}, {"names": late, **overrides}]
+    groups: list[dict[str, Any]] = [{"names": early}, {"names": late, **overrides}]
     reference = ReferenceMARS(params, groups, lr=0.01, lr_1d=0.02, weight_decay=0.1)
     for step in range(3):
         grads = gradients(step, params)

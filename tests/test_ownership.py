@@ -65,7 +65,7 @@ def test_h_is_the_gradient_of_the_step_before_whatever_becomes_of_its_buffer(
     params = parameters(torch.float64)
     ours = {"mars_type": mars_type, "optimize_1d": True, "gamma": 0.3, "clip": 30.0, **kwargs}
     optimizer = MARS(params.values(), **ours)
-    theirs = {k: float(v) if k == "lr" else v for k, v in ours.items() if k != "skip_nonfinite"}
+    theirs: dict[str, Any] = {k: float(v) if k == "lr" else v for k, v in ours.items() if k != "skip_nonfinite"}
     reference = ReferenceMARS(params, **theirs)
     for step in range(STEPS):
         grads = gradients(step, params)

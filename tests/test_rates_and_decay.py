@@ -93,7 +93,7 @@ def test_a_default_1d_rate_of_more_than_four_times_lr_is_warned_about_once(
 @pytest.mark.parametrize("group", [{"weight_decay": 0.0}, {}], ids=str)
 @pytest.mark.parametrize("general", [{"weight_decay": 0.3}, {}], ids=str)
 def test_the_decay_of_vectors_is_the_first_that_somebody_named(
-    group_1d: dict[str, float], given: dict[str, float], group: dict[str, float], general: dict[str, float]
+    group_1d: dict[str, Any], given: dict[str, Any], group: dict[str, Any], general: dict[str, Any]
 ) -> None:
     """The group's own; the constructor's if it was given; the group's own ``weight_decay``; 0.1."""
     named = [*group_1d.values(), *given.values(), *group.values(), 0.1]

@@ -44,7 +44,7 @@ def test_a_closure_runs_with_gradients_on_and_its_loss_is_returned() -> None:
         return loss
 
     with torch.no_grad():
-        returned = optimizer.step(closure)  # type: ignore[arg-type]
+        returned: Any = optimizer.step(closure)  # type: ignore[arg-type]
     assert len(calls) == 1 and returned is calls[0] and returned.requires_grad
     twin.grad = torch.full((2, 3), 2.0)
     assert plain.step() is None
