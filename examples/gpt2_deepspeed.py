@@ -118,11 +118,9 @@ def train(config: dict[str, Any], out: Path, steps: int, seed: int = 1, eval_eve
     name = config["optimizer"]["type"]
     log = out.open("w") if rank == 0 else None
     if rank == 0:
-        print(
-            f"\n{name}: {parameters / 1e6:.1f} M parameters, {world_size} processes on {engine.device.type}, ZeRO stage"
-        )
-        print(f"{engine.zero_optimization_stage()}, {steps} steps of {batch} x {SEQUENCE} tokens")
-        print(f"GPT-2 tokenizer: {RANKS_FILE}", flush=True)
+        lr, zero = config["optimizer"]["params"]["lr"], engine.zero_optimization_stage()
+        print(f"\n{name}, lr {lr:g}: {parameters / 1e6:.1f} M parameters, {steps} steps of {batch} x {SEQUENCE} tokens")
+        print(f"ZeRO-{zero} on {world_size} ranks ({engine.device.type}); tokenizer: {RANKS_FILE}", flush=True)
 
     rates, start, loss_out = [], time.perf_counter(), math.nan
     for step in range(steps):

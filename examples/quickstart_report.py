@@ -40,7 +40,8 @@ def read(path: Path) -> Run:
 
 def table(runs: list[Run]) -> str:
     def rules(counts: dict[str, int]) -> str:
-        return ", ".join(f"{rule} {count}" for rule, count in counts.items())
+        names = sorted(counts, key=lambda name: name == "AdamW")  # the MARS rule first
+        return ", ".join(f"{name} {counts[name]}" for name in names)
 
     shared = sorted(set.intersection(*(set(run.held_out) for run in runs)))
     rows = [["", *(run.name for run in runs)]]
