@@ -25,6 +25,7 @@ from mars_dist.config import (
     resolve_defaults,
     resolve_group,
 )
+from mars_dist.sharding import torch_native
 from mars_dist.sharding.layout import Layout
 from mars_dist.sharding.locate import locate, trainable_only
 from mars_dist.sharding.norms import check_same, is_shared
@@ -88,7 +89,8 @@ class MARS(Optimizer):
         matrix_ndim: the number of dimensions that makes a tensor a matrix, or a tuple of numbers. Matrix variants
             take rank 3 as a batch of matrices and flatten higher ranks to (d0, -1); c is clipped per tensor.
         skip_nonfinite: leave parameters, states and counters alone in a step whose gradients are not all finite. The
-            decision stays on the device. False lets NaN through, as torch.optim does.
+            decision stays on the device. False lets NaN through, as torch.optim does (mars-lion: into the momentum;
+            sign(NaN) is 0, so that the tensor then stays where it is).
         use_mars: True or False decides for all tensors (of a group); None goes by shape.
         maximize: ascend instead of descend.
 
@@ -180,6 +182,7 @@ class MARS(Optimizer):
         number = group[GROUP_ID]
         names = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
         self._originals[number] = [(name, weakref.ref(p)) for name, p in zip(names, group["params"], strict=True)]
+        self._named |= {id(p): pair for p, pair in zip(group["params"], self._originals[number], strict=True)}
 
     # -------------------------------------------------------------------------------------------------- step
 
@@ -245,7 +248,11 @@ class MARS(Optimizer):
             if not self._logged:
                 self._log_rules()
             return layout[1]
-        found = locate(p, position, group["params"], self._constructed_with(group[GROUP_ID]))
+        name, original = self._named.get(id(p), ("", None))
+        if original is not None and original() is p:
+            found = torch_native.locate(name, p)
+        else:
+            found = locate(p, position, group["params"], self._constructed_with(group[GROUP_ID]))
         if found.process_group is not None and is_shared(found.process_group):
             if not check_same(found.fingerprint(), found.process_group, p.device):
                 raise RuntimeError(
@@ -258,9 +265,12 @@ class MARS(Optimizer):
         for segment in found.segments:
             rule = Shard(p, p, {}, group, found).rule(segment, self.settings)
             self._rules[group[GROUP_ID], segment.name] = (rule.label, len(segment.shape) == 2)
-        trainable = [p for number in self._originals for _, p in trainable_only(self._constructed_with(number))]
-        if not self._logged and len(self._rules) >= len(trainable):
-            self._log_rules()
+        if not self._logged:
+            if self._trainable is None:
+                groups = (trainable_only(self._constructed_with(number)) for number in self._originals)
+                self._trainable = sum(len(group) for group in groups)
+            if len(self._rules) >= self._trainable:
+                self._log_rules()
         return found
 
     def _constructed_with(self, number: int) -> list[tuple[str, Tensor]]:
@@ -381,7 +391,7 @@ class MARS(Optimizer):
                 self.state[saved[i]] = states.restore(state, saved[i])
         for number, group in zip(numbers, self.param_groups, strict=True):
             group[GROUP_ID] = number
-        self._reset(originals=self._originals)
+        self._forget_layouts()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "settings": self.settings}
@@ -398,12 +408,18 @@ class MARS(Optimizer):
                 self._remember(group)
 
     _previous_is_new: bool
+    _trainable: int | None  # how many tensors will be stepped in all, once it is known
 
-    def _reset(self, originals: dict[int, Any] | None = None) -> None:
-        """What is derived from the groups and rebuilt when they change; none of it is saved."""
-        self._originals: dict[int, list[tuple[str, weakref.ref[Tensor]]]] = originals or {}
+    def _reset(self) -> None:
+        """Nothing of what follows is saved: it is derived from the groups."""
+        self._originals: dict[int, list[tuple[str, weakref.ref[Tensor]]]] = {}
+        self._named: dict[int, tuple[str, weakref.ref[Tensor]]] = {}  # the same, by id
+        self._forget_layouts()
+
+    def _forget_layouts(self) -> None:
         self._layouts: dict[int, tuple[weakref.ref[Tensor], Layout]] = {}
         self._rules: dict[tuple[int, str], tuple[str, bool]] = {}
+        self._trainable = None
         self._logged = False
         self._previous_is_new = True
 

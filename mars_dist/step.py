@@ -59,17 +59,16 @@ class Piece:
     squared_norms: list[Tensor] = field(default_factory=list)
     scale: Tensor | None = None
 
-    @property
     def is_flat(self) -> bool:
         return all(t.is_contiguous() for t in (self.shard.param, self.shard.grad, *self.shard.state.values()))
 
-    def views(self, source: Tensor) -> list[Tensor]:
-        """This piece in ``source`` (value, gradient or state of the shard), cut to the size of a block."""
+    def views(self, source: Tensor, limit: int) -> Sequence[Tensor]:
+        """This piece in ``source`` (value, gradient or state of a flat shard), cut to at most ``limit`` elements."""
         s = self.segment
-        if not self.is_flat:
-            return [source]  # element-wise work on a whole tensor needs no flat view
-        flat = source.view(-1)[s.offset : s.offset + s.numel]
-        return list(flat.split(BLOCK_NUMEL.get(source.device.type, BLOCK_NUMEL_ACCELERATOR)))
+        flat = source.view(-1)
+        if s.numel < flat.numel():
+            flat = flat[s.offset : s.offset + s.numel]
+        return flat.split(limit) if s.numel > limit else (flat,)
 
 
 @dataclass
@@ -92,8 +91,10 @@ class Bucket:
             wanted = ["exp_avg"] + ["prev_grad"] * self.rule.corrected + ["exp_avg_sq"] * self.rule.second_moment
             wanted += ["max_exp_avg_sq"] * (self.rule.second_moment and shard.group["amsgrad"])
             sources |= {key: shard.state[key] for key in wanted}
-            cut = {key: piece.views(tensor) for key, tensor in sources.items()}
             limit = BLOCK_NUMEL.get(shard.param.device.type, BLOCK_NUMEL_ACCELERATOR)
+            flat = piece.is_flat()
+            # Element-wise work on a whole tensor of any strides needs no flat view.
+            cut = {key: piece.views(tensor, limit) if flat else (tensor,) for key, tensor in sources.items()}
             for i, view in enumerate(cut["value"]):
                 if filled and filled + view.numel() > limit:
                     blocks.append(Block())
@@ -103,7 +104,7 @@ class Bucket:
                     getattr(blocks[-1], key).append(views[i])
                 blocks[-1].step.append(shard.state[STEP])
                 blocks[-1].owner.append(owner)
-                blocks[-1].flat &= piece.is_flat
+                blocks[-1].flat &= flat
         return blocks if blocks[-1].value else blocks[:-1]
 
 

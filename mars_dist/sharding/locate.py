@@ -25,7 +25,8 @@ def locate(param: Tensor, position: int, handed: Sequence[Tensor], originals: Se
     Raises:
         RuntimeError: when the shapes cannot be known; the message says what to do.
     """
-    for name, original in originals:
+    # The same position first: searching all of them for every tensor would be quadratic.
+    for name, original in (*originals[position : position + 1], *originals):
         if original is param:
             return torch_native.locate(name, param)
     originals = trainable_only(originals)
