@@ -6,19 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
+from tiktoken_ext import openai_public
 
 from mars_dist.pretrain import tokenizer as tokenizer_module
 from mars_dist.pretrain.data import Blocks, encode, shakespeare, split, unigram_loss
 
-tiktoken = pytest.importorskip("tiktoken")
-
 
 @pytest.fixture(scope="module")
-def tokenizer() -> "tiktoken.Encoding":
+def tokenizer() -> tiktoken.Encoding:
     return tokenizer_module.gpt2_tokenizer()
 
 
-def test_known_ids(tokenizer: "tiktoken.Encoding") -> None:
+def test_known_ids(tokenizer: tiktoken.Encoding) -> None:
     assert tokenizer.encode("hello world") == [31373, 995]
     assert tokenizer.eot_token == tokenizer_module.END_OF_TEXT_ID == 50256
     assert tokenizer.n_vocab == tokenizer_module.VOCABULARY == 50257
@@ -27,8 +27,6 @@ def test_known_ids(tokenizer: "tiktoken.Encoding") -> None:
 
 
 def test_split_pattern_is_tiktokens() -> None:
-    from tiktoken_ext import openai_public
-
     assert tokenizer_module.SPLIT_PATTERN == openai_public.r50k_pat_str
 
 
@@ -65,7 +63,7 @@ def test_a_damaged_ranks_file_is_refused(tmp_path: Path) -> None:
         tokenizer_module.gpt2_tokenizer(tmp_path / "missing.xz")
 
 
-def test_shipped_text(tokenizer: "tiktoken.Encoding") -> None:
+def test_shipped_text(tokenizer: tiktoken.Encoding) -> None:
     works = shakespeare()
     assert len(works) == 42
     assert works[6].startswith("HAMLET, PRINCE OF DENMARK")
@@ -75,7 +73,7 @@ def test_shipped_text(tokenizer: "tiktoken.Encoding") -> None:
     assert (tokens == 50256).sum() == 42 and tokens[-1] == 50256
 
 
-def test_end_of_text_written_in_a_document_is_text(tokenizer: "tiktoken.Encoding") -> None:
+def test_end_of_text_written_in_a_document_is_text(tokenizer: tiktoken.Encoding) -> None:
     tokens = encode(["a<|endoftext|>b", ""], tokenizer)
     assert (tokens == 50256).sum() == 2
     assert tokenizer.decode(tokens[:-2].tolist()) == "a<|endoftext|>b"
