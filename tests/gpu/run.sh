@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
-[ -x "$python" ] || python=$(command -v python3)
+command -v "$python" >/dev/null || python=python3
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') || {
     echo "tests/gpu/run.sh: $python cannot import torch. Run bash launch/test.sh once, or set PYTHON=..." >&2
     exit 1
