@@ -56,7 +56,7 @@ class LoopMARS:
 
 
 def candidates(shapes: list[tuple[int, ...]], device: str) -> dict[str, Callable[[], None]]:
-    """A step function for each optimizer, on parameters of its own."""
+    """A step function for each optimizer, on parameters of its own: about 128 bytes per parameter in all."""
 
     def parameters() -> list[nn.Parameter]:
         params = [nn.Parameter(torch.randn(s, device=device) * 0.02) for s in shapes]
@@ -99,7 +99,8 @@ def measure(steps: dict[str, Callable[[], None]], rounds: int, device: str) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m mars_dist.bench", description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="small", help="GPT-2 size (default: small, 124 M parameters)")
+    size_help = "GPT-2 size (default: small, 124 M parameters, about 16 GB of memory: all candidates exist together)"
+    parser.add_argument("--size", choices=SIZES, default="small", help=size_help)
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds after one that warms up (default: 5)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
