@@ -1,0 +1,100 @@
+"""What the first page says works as it is written there."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import ROOT, free_port, run_python
+from torch import nn
+
+from mars_dist import MARS
+
+README = (ROOT / "README.md").read_text()
+RULES = {"MARS-AdamW": 2, "AdamW": 2}  # of ``Net``
+
+
+def blocks(language: str = "") -> list[str]:
+    """The code blocks of the page."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [text for name, text in fences if name == language]
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def test_the_two_commands_are_what_ci_runs() -> None:
+    commands = [line for block in blocks() for line in block.splitlines() if line.startswith("bash ")]
+    assert commands == ["bash launch/quickstart.sh", "bash launch/test.sh"]
+    ci = [line.split("</dev/null")[0].strip() for line in (ROOT / ".ci/run").read_text().splitlines()]
+    assert [line for line in ci if line.startswith("bash ")] == commands
+    assert "--all" in (ROOT / "launch/test.sh").read_text()
+
+
+def test_the_configuration_builds_mars() -> None:
+    (text,) = blocks("json")
+    config = json.loads(text)
+    assert config["zero_optimization"]["stage"] == 2 and "zero_allow_untested_optimizer" not in config
+    params = config["optimizer"]["params"]
+    # How DeepSpeed comes from the name to the optimizer.
+    build: Any = getattr(torch.optim, config["optimizer"]["type"])
+    model = Net()
+    optimizer = build(model.parameters(), **params)
+    assert isinstance(optimizer, MARS)
+    for group in optimizer.param_groups:
+        assert group["lr"] == params["lr"] and group["gamma"] == params["gamma"]
+        assert list(group["betas"]) == params["betas"] and group["weight_decay"] == params["weight_decay"]
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert optimizer.rule_counts() == RULES
+
+
+def test_the_loop_of_your_own_runs() -> None:
+    (snippet,) = blocks("python")
+    model = Net()
+    before = [p.detach().clone() for p in model.parameters()]
+    names: dict[str, Any] = {"model": model, "loss": model(torch.ones(1, 3)).square().sum()}
+    exec(compile(snippet, "README.md", "exec"), names)
+    assert names["optimizer"].rule_counts() == RULES
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_links_and_files_exist() -> None:
+    targets = [t for t in re.findall(r"\]\(([^)]+)\)", README) if not t.startswith("http")]
+    assert targets
+    named = re.findall(r"`((?:launch|examples|tests|ds_configs|mars_dist)/[\w./]+)`", README)
+    assert [t for t in [*targets, *named] if not (ROOT / t).exists()] == []
+
+
+def test_the_tested_releases_are_those_of_setup() -> None:
+    setup = (ROOT / "setup.py").read_text()
+    torch_release, deepspeed_release, transformers_release = re.findall(
+        r"Tested with torch (\S+), DeepSpeed (\S+), transformers (\S+) on", README
+    )[0]
+    assert f"torch=={torch_release}" in (ROOT / "launch/constraints-cpu.txt").read_text()
+    assert f"deepspeed>={deepspeed_release}," in setup and f"transformers>={transformers_release}," in setup
+
+
+@pytest.mark.slow
+def test_the_search_of_the_learning_rates_runs(tmp_path: Path) -> None:
+    """``examples/quickstart_lr_search.py``: two learning rates, and ``--set`` as its results' README has it."""
+    table = tmp_path / "lr.csv"
+    launcher = ["-m", "deepspeed.launcher.runner", "--no_local_rank", "--num_gpus", "2", "--master_port", free_port()]
+    script = [ROOT / "examples/quickstart_lr_search.py", "--config", ROOT / "ds_configs/quickstart_mars.json"]
+    arguments = ["--lr", "5e-3", "1e-2", "--set", "lr_1d=2.5e-3", "--steps", "2", "--csv", table, "--runs", tmp_path]
+    result = run_python(*launcher, *script, *arguments, folder=tmp_path, seconds=240)
+    assert result.returncode == 0, result.stdout
+    rows = list(csv.DictReader(table.open()))
+    assert [(row["optimizer"], row["lr"], row["lr_1d"]) for row in rows] == [
+        ("MARS", "0.005", "0.0025"),
+        ("MARS", "0.01", "0.005"),
+    ]
+    assert all(row["steps"] == "2" and 5 < float(row["held_out_loss"]) < 12 for row in rows)
