@@ -23,21 +23,21 @@ CPU = torch.device("cpu")
 
 
 class OnAccelerator(Tensor):
-    """A tensor of the "accelerator": its device is meta, its values are in ``values``."""
+    """A tensor of the "accelerator": its device is meta, its values are in ``held``."""
 
-    values: Tensor
+    held: Tensor
 
     @staticmethod
     def __new__(cls, values: Tensor) -> OnAccelerator:
         self = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=torch.device("meta"))
-        self.values = values
+        self.held = values
         return self
 
     def tolist(self) -> Any:
-        return self.values.tolist()
+        return self.held.tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise AssertionError(f"{func} on the accelerator was not expected")
 
 
@@ -61,7 +61,7 @@ class Machine(TorchDispatchMode):
                 return OnAccelerator(args[0].clone())
             if isinstance(args[0], OnAccelerator):
                 self.to_host += 1
-                return args[0].values.clone()
+                return args[0].held.clone()
         return func(*args, **kwargs)
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
@@ -70,7 +70,7 @@ class Machine(TorchDispatchMode):
             f"No backend type associated with device type {tensor.device.type}"
         )
         self.reductions += 1
-        mine = tensor.values if isinstance(tensor, OnAccelerator) else tensor
+        mine = tensor.held if isinstance(tensor, OnAccelerator) else tensor
         both = torch.stack([mine, torch.tensor(self.other, dtype=mine.dtype)])
         mine.copy_(both.sum(0) if op == dist.ReduceOp.SUM else both.amax(0))
 
