@@ -87,9 +87,33 @@ def test_the_tested_releases_are_those_of_setup() -> None:
 def test_the_search_of_the_learning_rates_runs(tmp_path: Path) -> None:
     """``examples/quickstart_lr_search.py``: two learning rates, and ``--set`` as its results' README has it."""
     table = tmp_path / "lr.csv"
-    launcher = ["-m", "deepspeed.launcher.runner", "--no_local_rank", "--num_gpus", "2", "--master_port", free_port()]
-    script = [ROOT / "examples/quickstart_lr_search.py", "--config", ROOT / "ds_configs/quickstart_mars.json"]
-    arguments = ["--lr", "5e-3", "1e-2", "--set", "lr_1d=2.5e-3", "--steps", "2", "--csv", table, "--runs", tmp_path]
+    launcher: list[str | Path] = [
+        "-m",
+        "deepspeed.launcher.runner",
+        "--no_local_rank",
+        "--num_gpus",
+        "2",
+        "--master_port",
+        free_port(),
+    ]
+    script: list[str | Path] = [
+        ROOT / "examples/quickstart_lr_search.py",
+        "--config",
+        ROOT / "ds_configs/quickstart_mars.json",
+    ]
+    arguments: list[str | Path] = [
+        "--lr",
+        "5e-3",
+        "1e-2",
+        "--set",
+        "lr_1d=2.5e-3",
+        "--steps",
+        "2",
+        "--csv",
+        table,
+        "--runs",
+        tmp_path,
+    ]
     result = run_python(*launcher, *script, *arguments, folder=tmp_path, seconds=240)
     assert result.returncode == 0, result.stdout
     rows = list(csv.DictReader(table.open()))
