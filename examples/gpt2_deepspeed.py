@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import mars_dist  # noqa: F401  the only line that MARS needs: DeepSpeed now knows "type": "MARS"
 from mars_dist.integrations.deepspeed_launch import prepare_deepspeed, use_gpu
-from mars_dist.pretrain.data import Blocks, encode, shakespeare, unigram_loss
+from mars_dist.pretrain.data import Blocks, encode, shakespeare, split, unigram_loss
 from mars_dist.pretrain.tokenizer import END_OF_TEXT_ID, PADDED_VOCABULARY, RANKS_FILE, gpt2_tokenizer
 
 SEQUENCE = 64
@@ -99,9 +99,8 @@ def train(config: dict[str, Any], out: Path, steps: int, seed: int = 1, eval_eve
     batch = config["train_batch_size"]
 
     tokenizer = gpt2_tokenizer()
-    works = shakespeare()
-    train_tokens = encode(works[:-HELD_OUT_WORKS], tokenizer)
-    held_out_tokens = encode(works[-HELD_OUT_WORKS:], tokenizer)
+    train_works, held_out_works = split(shakespeare(), HELD_OUT_WORKS)
+    train_tokens, held_out_tokens = encode(train_works, tokenizer), encode(held_out_works, tokenizer)
     blocks = Blocks(train_tokens, SEQUENCE, seed)
     held_out = Blocks(held_out_tokens, SEQUENCE, seed=0)
 
