@@ -1,4 +1,4 @@
-"""A step allocates no more than a block at a time, however large the tensors are."""
+"""A step allocates no more than two blocks in one piece, however large the tensors are."""
 
 from __future__ import annotations
 
