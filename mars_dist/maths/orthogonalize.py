@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# X <- a X + (b A + c A A) X with A = X X^T, as in the code of the MARS authors (arXiv 2411.10438).
+# X <- a X + (b A + c A A) X with A = X X^T, as in the code of the MARS authors (github.com/AGI-Arena/MARS).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -27,7 +27,16 @@ def newton_schulz(
             multiplies A (A X); that of MARS-M ("mars-m") takes it after the cast and multiplies (A A) X. Equal in
             real arithmetic, several per cent apart in bfloat16.
 
-    Returns: a tensor of the shape and dtype of ``x``. A zero matrix gives zero.
+    Returns:
+        A tensor of the shape and dtype of ``x``. A zero matrix gives zero, NaN or inf in a matrix gives NaN in it.
+
+    Raises:
+        IndexError: ``x`` has fewer than two dimensions. Integers and complex numbers are not refused here but where
+            MARS gets its parameters.
+
+    Source: the authors' code (github.com/AGI-Arena/MARS: MARS-Shampoo of arXiv 2411.10438, MARS-M of arXiv
+    2510.21800), where the coefficients and ``eps`` come from; the papers define the exact factor, see
+    ``polar_factor``.
     """
     if dtype is None:
         dtype = torch.promote_types(x.dtype, torch.float32) if x.device.type == "cpu" else torch.bfloat16
@@ -48,10 +57,25 @@ def newton_schulz(
 
 
 def polar_factor(x: Tensor) -> Tensor:
-    """The orthogonal polar factor U V^T of ``x`` = U S V^T, the definition in the MARS paper.
+    """The orthogonal polar factor of ``x``, exactly: what ``newton_schulz`` approximates.
 
-    ``x`` has shape (..., rows, cols). Directions whose singular value is zero to rounding are left out, so that a
-    zero matrix gives zero. Computed in at least float32; returns the shape and dtype of ``x``.
+    Formula: U V^T, where x = U S V^T. Directions whose singular value is zero to rounding (at most the largest one
+    times max(rows, cols) times the machine epsilon) are left out, so that a zero matrix gives zero.
+
+    Args:
+        x: shape (..., rows, cols), floating point, not empty. Leading dimensions are a batch of independent matrices.
+            float16 and bfloat16 are computed in float32.
+
+    Returns:
+        A tensor of the shape and dtype of ``x``.
+
+    Raises:
+        torch.linalg.LinAlgError: ``x`` has NaN or inf on a CPU, for which the decomposition does not converge.
+        RuntimeError: ``x`` has fewer than two dimensions.
+        IndexError: ``x`` has no elements.
+
+    Source: the definition of MARS-Shampoo in the paper, arXiv 2411.10438. The decomposition is
+    ``torch.linalg.svd``; on a GPU it waits for the result.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     u, s, vh = torch.linalg.svd(wide, full_matrices=False)
