@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
-import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
@@ -25,17 +21,13 @@ from mars_dist.config import (
     resolve_defaults,
     resolve_group,
 )
-from mars_dist.sharding import torch_native
-from mars_dist.sharding.layout import Layout
-from mars_dist.sharding.locate import locate, trainable_only
-from mars_dist.sharding.norms import check_same, is_shared
-from mars_dist.step import Shard, learning_rate, take_step
+from mars_dist.step import Shard, learning_rate, rule_of, take_step
+from mars_dist.tables import GROUP_ID, Tables
 
 logger = logging.getLogger("mars_dist")
 
 STATE_DICT_KEY = "mars_dist"
 STATE_DICT_FORMAT = 1
-GROUP_ID = "mars_group"
 
 
 class MARS(Optimizer):
@@ -89,8 +81,9 @@ class MARS(Optimizer):
         matrix_ndim: the number of dimensions that makes a tensor a matrix, or a tuple of numbers. Matrix variants
             take rank 3 as a batch of matrices and flatten higher ranks to (d0, -1); c is clipped per tensor.
         skip_nonfinite: leave parameters, states and counters alone in a step whose gradients are not all finite. The
-            decision stays on the device. False lets NaN through, as torch.optim does (mars-lion: into the momentum;
-            sign(NaN) is 0, so that the tensor then stays where it is).
+            decision stays on the device. It is one for each call of ``step()``: ZeRO makes a call for each parameter
+            group (stage 3: sub-group), and skips non-finite steps as a whole by itself. False lets NaN through, as
+            torch.optim does (mars-lion: into the momentum; sign(NaN) is 0, so that the tensor stays where it is).
         use_mars: True or False decides for all tensors (of a group); None goes by shape.
         maximize: ascend instead of descend.
 
@@ -157,7 +150,8 @@ class MARS(Optimizer):
             "maximize": maximize,
         }
         assert defaults.keys() == GROUP_DEFAULTS.keys()
-        self._reset()
+        self._tables = Tables()
+        self._previous_is_new = True  # exact mode: whether h belongs to the step that comes next
         super().__init__(params, resolve_defaults(defaults))
 
     # ------------------------------------------------------------------------------------------------ groups
@@ -170,19 +164,9 @@ class MARS(Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         group = resolve_group(param_group, self.defaults)
-        group[GROUP_ID] = len(self._originals)
+        group[GROUP_ID] = len(self._tables.originals)
         super().add_param_group(group)
-        self._remember(group)
-
-    def _remember(self, group: dict[str, Any]) -> None:
-        """Keep the parameters the group was constructed with: under ZeRO they say where their pieces went.
-
-        Weak references, so that parameters an engine has replaced can be freed.
-        """
-        number = group[GROUP_ID]
-        names = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
-        self._originals[number] = [(name, weakref.ref(p)) for name, p in zip(names, group["params"], strict=True)]
-        self._named |= {id(p): pair for p, pair in zip(group["params"], self._originals[number], strict=True)}
+        self._tables.remember(group)
 
     # -------------------------------------------------------------------------------------------------- step
 
@@ -200,6 +184,11 @@ class MARS(Optimizer):
             closure: re-evaluates the model and returns the loss.
 
         Returns: what ``closure`` returned, or None.
+
+        Raises:
+            RuntimeError: sparse or complex gradients; tensors whose shapes cannot be known; a table of pieces that
+                does not agree with the weights, or ranks that do not agree with each other (on every rank); what
+                this version does not support on sharded tensors; exact mode without a new previous gradient.
         """
         loss = None
         if closure is not None:
@@ -218,7 +207,7 @@ class MARS(Optimizer):
                 shard = self._shard(group, i, p)
                 created_by_wrapper = shard.layout.engine == "copies" and not shard.state
                 shard.may_be_dry_run = created_by_wrapper or learning_rate(group) == 0.0
-                rules = [shard.rule(segment, self.settings) for segment in shard.layout.segments]
+                rules = [rule_of(segment, group, self.settings) for segment in shard.layout.segments]
                 states.ensure(shard.state, p, shard.grad, rules, group["amsgrad"])
                 shards.append(shard)
         if shards:
@@ -239,58 +228,8 @@ class MARS(Optimizer):
                 f"MARS does not support complex gradients (parameter of shape {tuple(p.shape)}, {grad.dtype}): train "
                 "the real and imaginary parts as real parameters."
             )
-        return Shard(p, grad, self.state[p], group, self._layout(group, position, p))
-
-    def _layout(self, group: dict[str, Any], position: int, p: Tensor) -> Layout:
-        """The table of pieces of ``p``, built and checked the first time ``p`` is seen."""
-        layout = self._layouts.get(id(p))
-        if layout is not None and layout[0]() is p:
-            if not self._logged:
-                self._log_rules()
-            return layout[1]
-        name, original = self._named.get(id(p), ("", None))
-        if original is not None and original() is p:
-            found = torch_native.locate(name, p)
-        else:
-            found = locate(p, position, group["params"], self._constructed_with(group[GROUP_ID]))
-        if found.process_group is not None and is_shared(found.process_group):
-            if not check_same(found.fingerprint(), found.process_group, p.device):
-                raise RuntimeError(
-                    "MARS: the ranks that share this tensor do not agree on the names, shapes or order of the "
-                    f"parameters in it (this rank sees {len(found.segments)}, the first is {found.segments[0].name} of "
-                    f"shape {found.segments[0].shape}). Build the same model and parameter groups on every rank."
-                )
-            self._refuse_what_needs_whole_tensors(group, found)
-        self._layouts[id(p)] = (weakref.ref(p), found)
-        for segment in found.segments:
-            rule = Shard(p, p, {}, group, found).rule(segment, self.settings)
-            self._rules[group[GROUP_ID], segment.name] = (rule.label, len(segment.shape) == 2)
-        if not self._logged:
-            if self._trainable is None:
-                groups = (trainable_only(self._constructed_with(number)) for number in self._originals)
-                self._trainable = sum(len(group) for group in groups)
-            if len(self._rules) >= self._trainable:
-                self._log_rules()
-        return found
-
-    def _constructed_with(self, number: int) -> list[tuple[str, Tensor]]:
-        return [(name, p) for name, ref in self._originals[number] if (p := ref()) is not None]
-
-    def _refuse_what_needs_whole_tensors(self, group: dict[str, Any], layout: Layout) -> None:
-        if not self.settings.is_approx:
-            raise RuntimeError(
-                f"exact mode (is_approx=False) is not supported under {layout.engine} yet, where the gradients of the "
-                "next batch do not reach the optimizer: use it on one process or under DDP, or is_approx=True here."
-            )
-        for segment in layout.segments:
-            rule = Shard(torch.empty(0), torch.empty(0), {}, group, layout).rule(segment, self.settings)
-            if rule.whole_matrix:
-                raise RuntimeError(
-                    f"{rule.label} needs whole matrices, and {layout.engine} spreads {segment.name} of shape "
-                    f"{segment.shape} over {dist.get_world_size(layout.process_group)} ranks: this version supports "
-                    "the matrix variants on whole tensors only (one process, DDP, ZeRO stage 0). Use mars_type="
-                    '"mars-adamw" or "mars-lion" here.'
-                )
+        layout = self._tables.find(group, position, p, self.settings)
+        return Shard(p, grad, self.state[p], group, layout)
 
     # ------------------------------------------------------------------------------------------- exact mode
 
@@ -300,6 +239,9 @@ class MARS(Optimizer):
 
         Call it when the gradients are those of the next batch at the present point, before ``zero_grad()`` and the
         gradient of the present batch; call ``update_last_grad()`` after ``step()``. Does nothing in approximate mode.
+
+        Raises:
+            RuntimeError: as ``step()`` does for gradients and tensors that it cannot take.
         """
         if self.settings.is_approx:
             return
@@ -308,7 +250,7 @@ class MARS(Optimizer):
                 if p.grad is None:
                     continue
                 shard = self._shard(group, i, p)
-                if any(shard.rule(segment, self.settings).corrected for segment in shard.layout.segments):
+                if any(rule_of(segment, group, self.settings).corrected for segment in shard.layout.segments):
                     state = self.state[p]
                     if "next_prev_grad" not in state:
                         state["next_prev_grad"] = torch.empty_like(p, dtype=p.grad.dtype, requires_grad=False)
@@ -336,24 +278,11 @@ class MARS(Optimizer):
 
         Counted over the tensors that were really stepped so far, by their global shapes: the same on every rank.
         """
-        return dict(Counter(label for label, _ in self._rules.values()).most_common())
+        return self._tables.rule_counts()
 
     def engines(self) -> set[str]:
         """Where the tensors stepped so far came from: "whole tensors", "copies", "ZeRO-1/2", "ZeRO-3"."""
-        return {layout.engine for _, layout in self._layouts.values()}
-
-    def _log_rules(self) -> None:
-        self._logged = True
-        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-        if rank == 0:
-            counts = self.rule_counts()
-            plain = counts.pop("AdamW", 0)
-            parts = []
-            for label, n in counts.items():
-                all_matrices = all(is_matrix for rule, is_matrix in self._rules.values() if rule == label)
-                parts.append(f"{label} on {n} {'matrices' if all_matrices else 'tensors'}")
-            parts += [f"AdamW on {plain} other tensors"] if plain else []
-            logger.info("%s (%s)", ", ".join(parts), ", ".join(sorted(self.engines())))
+        return self._tables.engines()
 
     # ------------------------------------------------------------------------------------- saving and loading
 
@@ -364,7 +293,11 @@ class MARS(Optimizer):
         return out
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states, groups and settings. States keep the precision they were saved in and are copied."""
+        """Load states, groups and settings. States keep the precision they were saved in and are copied.
+
+        Raises:
+            ValueError: as torch.optim does, when the groups do not fit; for settings that this version does not know.
+        """
         numbers = [group[GROUP_ID] for group in self.param_groups]
         final: dict[str, Any] = {}  # what is really loaded: hooks of the user may have replaced it
         last = self.register_load_state_dict_pre_hook(lambda _, given: final.update(given))
@@ -391,7 +324,8 @@ class MARS(Optimizer):
                 self.state[saved[i]] = states.restore(state, saved[i])
         for number, group in zip(numbers, self.param_groups, strict=True):
             group[GROUP_ID] = number
-        self._forget_layouts()
+        self._tables.forget()
+        self._previous_is_new = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "settings": self.settings}
@@ -402,26 +336,11 @@ class MARS(Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, float(value) if name == "weight_decay_1d" else value)
         if "settings" in state:  # unpickled or deep-copied, not load_state_dict
-            self._reset()
+            self._tables = Tables()
+            self._previous_is_new = True
             for number, group in enumerate(self.param_groups):
                 group[GROUP_ID] = number
-                self._remember(group)
-
-    _previous_is_new: bool
-    _trainable: int | None  # how many tensors will be stepped in all, once it is known
-
-    def _reset(self) -> None:
-        """Nothing of what follows is saved: it is derived from the groups."""
-        self._originals: dict[int, list[tuple[str, weakref.ref[Tensor]]]] = {}
-        self._named: dict[int, tuple[str, weakref.ref[Tensor]]] = {}  # the same, by id
-        self._forget_layouts()
-
-    def _forget_layouts(self) -> None:
-        self._layouts: dict[int, tuple[weakref.ref[Tensor], Layout]] = {}
-        self._rules: dict[tuple[int, str], tuple[str, bool]] = {}
-        self._trainable = None
-        self._logged = False
-        self._previous_is_new = True
+                self._tables.remember(group)
 
 
 KEYWORDS = tuple(

@@ -45,9 +45,10 @@ class Shard:
     # gradient of the call is zero.
     may_be_dry_run: bool | Tensor = False
 
-    def rule(self, segment: Segment, settings: Settings) -> Rule:
-        g = self.group
-        return rule_for(segment.shape, settings.mars_type, settings.matrix_ndim, g["use_mars"], g["optimize_1d"])
+
+def rule_of(segment: Segment, group: Mapping[str, Any], settings: Settings) -> Rule:
+    """The rule that a parameter takes, by its global shape, its group and the optimizer's settings."""
+    return rule_for(segment.shape, settings.mars_type, settings.matrix_ndim, group["use_mars"], group["optimize_1d"])
 
 
 @dataclass
@@ -139,7 +140,7 @@ def _buckets(shards: Sequence[Shard], settings: Settings) -> dict[Any, Bucket]:
     buckets: dict[Any, Bucket] = {}
     for shard in shards:
         for segment in shard.layout.segments:
-            rule = shard.rule(segment, settings)
+            rule = rule_of(segment, shard.group, settings)
             key = (id(shard.group), rule.label, shard.param.dtype, shard.grad.dtype, shard.param.device)
             if key not in buckets:
                 buckets[key] = Bucket(rule, _hyper(shard.group, rule, settings))

@@ -105,7 +105,7 @@ def run_sharded(scenario: Scenario, p0: list[Tensor], gradients: list[list[Tenso
             state: dict[str, Tensor] = {}
             for grads in gradients:
                 shard = step.Shard(param, flatten(grads)[first:last].clone(), state, group, layout)
-                rules = [shard.rule(s, config) for s in segments]
+                rules = [step.rule_of(s, group, config) for s in segments]
                 states.ensure(state, param, shard.grad, rules, group["amsgrad"])
                 step.take_step([shard], config)
             pieces[r] = param

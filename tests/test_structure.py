@@ -23,10 +23,11 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"maths"},
     "states": {"maths"},
     "step": {"kernels", "maths", "sharding", "states", "config"},
-    "optimizer": {"step", "states", "sharding", "config", "log"},
-    "integrations": {"optimizer", "step", "states", "sharding", "config", "log"},
+    "tables": {"step", "maths", "sharding", "config", "log"},
+    "optimizer": {"tables", "step", "states", "sharding", "config", "log"},
+    "integrations": {"optimizer", "tables", "step", "states", "sharding", "config", "log"},
 }
-BELOW_THE_OPTIMIZER = {"maths", "sharding", "config", "log", "kernels", "states", "step"}
+BELOW_THE_OPTIMIZER = {"maths", "sharding", "config", "log", "kernels", "states", "step", "tables"}
 ABOVE = {"optimizer", "integrations", "pretrain", "groups", "cli", "plan", "doctor", "bench", "checkpoint", "exact", ""}
 
 FRAMEWORKS = {"deepspeed", "accelerate", "transformers", "datasets", "tiktoken", "matplotlib", "tqdm", "tensorboard"}

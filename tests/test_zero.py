@@ -41,7 +41,8 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 
 def settings(variant: str, optimize_1d: bool) -> dict[str, Any]:
-    return {"mars_type": variant, "optimize_1d": optimize_1d, "weight_decay": 0.05}
+    # A clip of 0.1: in these nets c is seldom longer than 1, and a clip that never acts would not be tested.
+    return {"mars_type": variant, "optimize_1d": optimize_1d, "weight_decay": 0.05, "clip": 0.1}
 
 
 MATRIX = [
@@ -52,15 +53,17 @@ MATRIX = [
     if not (offload and stage == 0)
 ]
 BASE = settings("mars-adamw", False)
+SMALL_CLIP = {**BASE, "clip": 0.01}  # beside a global clip of 0.1
 MORE = [
-    *(ZeroCase(stage, params=BASE, clip=0.1) for stage in (0, 1, 2, 3)),
-    *(ZeroCase(stage, offload=True, params=BASE, clip=0.1) for stage in (2, 3)),
+    *(ZeroCase(stage, params=SMALL_CLIP, clip=0.1) for stage in (0, 1, 2, 3)),
+    *(ZeroCase(stage, offload=True, params=SMALL_CLIP, clip=0.1) for stage in (2, 3)),
     *(ZeroCase(stage, params=BASE, accumulation=2) for stage in (0, 1, 2, 3)),
-    ZeroCase(2, "bf16", params=BASE, accumulation=2, clip=0.1),
+    ZeroCase(2, "bf16", params=SMALL_CLIP, accumulation=2, clip=0.1),
     *(ZeroCase(stage, params=BASE, construct="groups") for stage in (0, 1, 2, 3)),
     ZeroCase(3, params=BASE, construct="groups", zero={"sub_group_size": 60}),
     ZeroCase(2, params=BASE, construct="groups", zero={"round_robin_gradients": True}),
     *(ZeroCase(s, params=BASE, construct=c) for s in (2, 3) for c in ("instance", "callable", "partial")),
+    *(ZeroCase(s, params=BASE, construct="instance") for s in (0, 1)),
     ZeroCase(2, offload=True, params=BASE, construct="instance"),
     ZeroCase(1, params=BASE, net="only_padding"),
     ZeroCase(2, params=BASE, net="only_padding"),
@@ -83,6 +86,23 @@ def replay(result: dict[str, Any], case: ZeroCase) -> dict[str, torch.Tensor]:
     for gradients in result["gradients"]:
         reference.step({name: g.view(result["start"][name].shape) for name, g in gradients.items()})
     return reference.params
+
+
+def clipped(result: dict[str, Any]) -> set[str]:
+    """The tensors whose c was longer than the clip at some step (gamma, betas and h as by default)."""
+    k = 0.025 * 0.95 / 0.05
+    names, out = set(result["start"]), set()
+    previous = {name: torch.zeros(()) for name in names}
+    for gradients in result["gradients"]:
+        c = {name: g + k * (g - previous[name]) for name, g in gradients.items()}
+        out |= {name for name in names if c[name].norm() > 1.01 * result["groups"][0]["clip"]}
+        previous = gradients
+    return out
+
+
+def cut_over_ranks(results: list[dict[str, Any]]) -> set[str]:
+    held = [{name for name, start, stop in r["pieces"] if stop > start} for r in results]
+    return {name for name in set().union(*held) if sum(name in h for h in held) > 1}
 
 
 def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -117,6 +137,8 @@ def test_replay(pool: RankPool, case: ZeroCase) -> None:
     assert furthest(replay(result, case), result["end"]) < REPLAY_TOLERANCE
     moved = min((result["end"][n] - result["start"][n]).abs().max().item() for n in result["start"])
     assert moved > 1e-3, "a tensor did not move: the comparison would prove nothing"
+    if case.stage and case.params["clip"] is not None:
+        assert clipped(result) & cut_over_ranks(results), "no tensor that is cut was clipped"
     for other in results[1:]:
         assert furthest(other["end"], result["end"]) == 0.0, "the ranks hold different parameters"
 
@@ -148,10 +170,62 @@ def test_collectives_with_the_nonfinite_flag(pool: RankPool) -> None:
     assert result["collectives"][1:] == [[("all_reduce", nets.MATRICES + nets.VECTORS)]] * (STEPS - 1)
 
 
+@pytest.mark.parametrize("variant", LABELS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_clip_by_the_local_piece_would_be_found(pool: RankPool, stage: int, variant: str) -> None:
+    case = ZeroCase(stage, params=settings(variant, False))
+    result = pool.run(zero_cases.run_with_the_norm_of_the_local_piece, case)[0]
+    assert furthest(replay(result, case), result["end"]) > 100 * REPLAY_TOLERANCE
+
+
+def test_the_cuts_are_the_awkward_ones(pool: RankPool) -> None:
+    """Tensors that straddle a cut, in the middle of a row; tensors that some rank has nothing of; only padding."""
+    for stage in (1, 2, 3):
+        results = pool.run(zero_cases.run, ZeroCase(stage, params=BASE, steps=1))
+        cut = cut_over_ranks(results)
+        assert len(cut) >= 2
+        rows = {name: p.shape[-1] for name, p in nets.build().named_parameters()}
+        starts = [(name, start) for r in results for name, start, stop in r["pieces"] if stop > start and name in cut]
+        assert any(start % rows[name] for name, start in starts), "no cut inside a row"
+        holders = [[n for n, start, stop in r["pieces"] if n == "gain" and stop > start] for r in results]
+        assert [] in holders, "gain has one element: some rank holds nothing of it"
+        if stage < 3 and pool.world_size == 3:
+            results = pool.run(zero_cases.run, ZeroCase(stage, params=BASE, net="only_padding", steps=1))
+            assert not any(stop > start for _, start, stop in results[2]["pieces"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_client_optimizer_gives_the_same_run(pool: RankPool, stage: int) -> None:
+    by_name = pool.run(zero_cases.run, ZeroCase(stage, params=BASE))[0]
+    for construct in ("instance", "callable", "partial"):
+        other = pool.run(zero_cases.run, ZeroCase(stage, params=BASE, construct=construct))[0]
+        assert furthest(other["end"], by_name["end"]) < 1e-6, construct
+
+
+@pytest.mark.parametrize(
+    "key, zero",
+    [
+        ("super_offload", {"offload_optimizer": {"device": "cpu", "super_offload": True}}),
+        ("zenflow", {"zenflow": {"topk_ratio": 0.1}, "offload_optimizer": {"device": "cpu"}}),
+    ],
+)
+def test_features_that_take_the_update_over_are_refused(pool: RankPool, key: str, zero: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError, match=f"{key} is set: DeepSpeed would then update"):
+        pool.run(zero_cases.run, ZeroCase(3 if key == "super_offload" else 2, params=BASE, zero=zero))
+
+
 END_TO_END = [
-    ZeroCase(stage, offload=offload, params=settings(variant, False), clip=clip, accumulation=accumulation)
+    ZeroCase(stage, offload=offload, params=settings(variant, optimize_1d), clip=clip, accumulation=accumulation)
     for stage, offload in ((0, False), (1, False), (2, False), (3, False), (2, True), (3, True))
-    for variant, clip, accumulation in (("mars-adamw", 0.1, 1), ("mars-lion", 0.0, 1), ("mars-adamw", 0.0, 2))
+    for variant, optimize_1d, clip, accumulation in (
+        ("mars-adamw", False, 0.1, 1),
+        ("mars-adamw", True, 0.0, 1),
+        ("mars-lion", True, 0.0, 1),
+        ("mars-lion", False, 0.0, 1),
+        ("mars-adamw", False, 0.0, 2),
+        ("mars-lion", False, 0.0, 2),
+    )
+    if not (offload and (optimize_1d or variant == "mars-lion"))
 ]
 
 

@@ -120,9 +120,26 @@ def run(case: ZeroCase) -> dict[str, Any]:
         "devices": sorted({str(t.device) for s in optimizer.state.values() for t in s.values()}),
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
         "losses": losses,
+        "pieces": [
+            (recorder.names[s.name], s.start, s.stop) for refs in optimizer._tables.seen() for s in refs.segments
+        ],
     }
     engine.destroy()
-    return result if dist.get_rank() == 0 else {k: result[k] for k in ("rule_counts", "collectives", "messages", "end")}
+    return result if dist.get_rank() == 0 else {k: result[k] for k in RANK_RESULTS}
+
+
+RANK_RESULTS = ("rule_counts", "collectives", "messages", "end", "pieces")
+
+
+def run_with_the_norm_of_the_local_piece(case: ZeroCase) -> dict[str, Any]:
+    """The classic fault, planted: nothing is summed over the ranks."""
+    from mars_dist import step
+
+    whole, step.sum_over_ranks = step.sum_over_ranks, lambda vector, group: vector
+    try:
+        return run(case)
+    finally:
+        step.sum_over_ranks = whole
 
 
 # Two groups that mix matrices and vectors, the second with settings of its own.
@@ -174,7 +191,7 @@ class Recorder:
     def __init__(self, optimizer: Any, net: torch.nn.Module) -> None:
         self.optimizer = optimizer
         names = {id(p): name for name, p in net.named_parameters()}
-        self.names = {name: names[id(ref())] for refs in optimizer._originals.values() for name, ref in refs}
+        self.names = {name: names[id(ref())] for refs in optimizer._tables.originals.values() for name, ref in refs}
         self.updates: list[dict[str, list[tuple[int, Tensor]]]] = [{}]
         self.collectives: list[list[tuple[str, int]]] = []
         self.public: dict[str, Tensor] = {}
@@ -204,7 +221,7 @@ class Recorder:
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                layout = optimizer._layouts[id(p)][1]
+                layout = optimizer._tables.layout(p)
                 for s in layout.segments:
                     piece = p.grad.detach().flatten()[s.offset : s.offset + s.numel].double().cpu()
                     self.updates[-1].setdefault(self.names[s.name], []).append((s.start, piece))

@@ -147,7 +147,7 @@ class Run:
         if poison is not None and (poison.where, poison.step) == ("flat", self.update):
             if poison.rank == dist.get_rank() and poison.calls in ("all", self.calls):
                 for p in flats:  # the first element that is not padding
-                    first = next(s for s in self.mars._layouts[id(p)][1].segments if s.numel)
+                    first = next(s for s in self.mars._tables.layout(p).segments if s.numel)
                     p.grad.view(-1)[first.offset] = poison.value
         self.calls += 1
         self.before = self._copies(flats)

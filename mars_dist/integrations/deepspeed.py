@@ -8,6 +8,7 @@ DeepSpeed: the name when ``mars_dist`` is imported, the list when DeepSpeed is.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable
 from types import ModuleType
@@ -20,6 +21,8 @@ from mars_dist.optimizer import MARS
 
 NAMES = ("MARS", "Mars", "mars")
 ZERO_UTILS = "deepspeed.runtime.zero.utils"
+ENGINE = "deepspeed.runtime.engine"
+UNGUARDED = "_mars_dist_unguarded_configure_zero_optimizer"
 
 
 def mars_from_config(params: Iterable[Any], **kwargs: Any) -> MARS:
@@ -49,8 +52,8 @@ def register() -> None:
             for MARS would silently train with.
     """
     for name in NAMES:
-        present = getattr(torch.optim, name, mars_from_config)
-        if present is not mars_from_config:
+        present = getattr(torch.optim, name, None)
+        if present is not None and not _is_ours(present):
             raise RuntimeError(
                 f"torch.optim.{name} is already {present!r}: mars_dist does not overwrite it, and a DeepSpeed "
                 f'configuration with "type": "{name}" would train with that one. Remove it, or set '
@@ -59,17 +62,28 @@ def register() -> None:
     for name in NAMES:
         setattr(torch.optim, name, mars_from_config)
     when_imported(ZERO_UTILS, _allow_in_zero)
+    when_imported(ENGINE, _guard_engine)
 
 
 def unregister() -> None:
-    """Undo ``register()``: ``torch.optim``, the import hook and DeepSpeed's list are as before."""
+    """Undo ``register()``: ``torch.optim``, the import hook and DeepSpeed are as before."""
     for name in NAMES:
-        if getattr(torch.optim, name, None) is mars_from_config:
+        if _is_ours(getattr(torch.optim, name, None)):
             delattr(torch.optim, name)
     forget(ZERO_UTILS)
+    forget(ENGINE)
     supported = getattr(sys.modules.get(ZERO_UTILS), "ZERO_SUPPORTED_OPTIMIZERS", [])
     if MARS in supported:
         supported.remove(MARS)
+    engine: Any = getattr(sys.modules.get(ENGINE), "DeepSpeedEngine", None)
+    if hasattr(engine, UNGUARDED):
+        engine._configure_zero_optimizer = getattr(engine, UNGUARDED)
+        delattr(engine, UNGUARDED)
+
+
+def _is_ours(found: Any) -> bool:
+    """Whether it is ``mars_from_config``, of this load of the module or of an earlier one."""
+    return getattr(found, "__module__", None) == __name__ and getattr(found, "__name__", None) == "mars_from_config"
 
 
 def _allow_in_zero(zero_utils: ModuleType) -> None:
@@ -82,3 +96,29 @@ def _allow_in_zero(zero_utils: ModuleType) -> None:
         )
     if MARS not in supported:
         supported.append(MARS)
+
+
+def _guard_engine(module: ModuleType) -> None:
+    """Refuse the two features that take the update away from the optimizer: MARS would be gone without a word."""
+    engine = module.DeepSpeedEngine
+    if hasattr(engine, UNGUARDED):
+        return
+    configure = engine._configure_zero_optimizer
+
+    @functools.wraps(configure)
+    def guarded(self: Any, optimizer: Any) -> Any:
+        if isinstance(optimizer, MARS):
+            taken_over_by = {
+                "zero_optimization.offload_optimizer.super_offload": self.super_offload(),
+                "zero_optimization.zenflow": self.zenflow_config() is not None,
+            }
+            for key, is_on in taken_over_by.items():
+                if is_on:
+                    raise RuntimeError(
+                        f"{key} is set: DeepSpeed would then update the weights with an Adam of its own and never call "
+                        f'MARS. Remove {key} from the configuration (plain "offload_optimizer" works with MARS).'
+                    )
+        return configure(self, optimizer)
+
+    setattr(engine, UNGUARDED, configure)
+    engine._configure_zero_optimizer = guarded

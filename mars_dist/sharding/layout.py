@@ -44,6 +44,8 @@ class Layout:
         segments: empty pieces included.
         process_group: the ranks whose pieces together make each parameter exactly once; None when this process
             holds every parameter whole.
+        fault: what is wrong with the table as this rank sees it, or "". Only this rank may see it: all ranks that
+            share the tensor must hear of it before one raises, or the others wait for ever.
         engine: which source this table came from, for messages and tests: "whole tensors", "copies", "ZeRO-1/2",
             "ZeRO-3".
     """
@@ -51,10 +53,11 @@ class Layout:
     segments: tuple[Segment, ...]
     process_group: ProcessGroup | None
     engine: str
+    fault: str = ""
 
-    def fingerprint(self) -> int:
-        """A number that is equal on ranks that agree on names, shapes and order (63 bits)."""
-        text = repr([(s.name, s.shape) for s in self.segments])
+    def fingerprint(self, *more: object) -> int:
+        """A number that is equal on ranks that agree on names, shapes, order and ``more`` (63 bits)."""
+        text = repr([(s.name, s.shape) for s in self.segments]) + repr(more)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 

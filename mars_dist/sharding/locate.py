@@ -1,4 +1,4 @@
-"""Which layout a tensor has that an engine hands to the optimizer."""
+"""Which layout a tensor has that an engine put in the place of the parameters MARS was constructed with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def trainable_only(originals: Sequence[tuple[str, Tensor]]) -> list[tuple[str, T
 
 
 def locate(param: Tensor, position: int, handed: Sequence[Tensor], originals: Sequence[tuple[str, Tensor]]) -> Layout:
-    """The layout of ``param`` = ``handed[position]``, one of the tensors that a parameter group holds now.
+    """The layout of ``param`` = ``handed[position]``, which is none of the tensors MARS was constructed with.
 
     Args:
         handed: all tensors of the parameter group as the engine left it.
@@ -25,11 +25,9 @@ def locate(param: Tensor, position: int, handed: Sequence[Tensor], originals: Se
     Raises:
         RuntimeError: when the shapes cannot be known; the message says what to do.
     """
-    # The same position first: searching all of them for every tensor would be quadratic.
-    for name, original in (*originals[position : position + 1], *originals):
-        if original is param:
-            return torch_native.locate(name, param)
     originals = trainable_only(originals)
+    for name, original in originals:
+        torch_native.refuse_slices(name, original)
     layout = zero.locate(param, originals)
     if layout is not None:
         return layout

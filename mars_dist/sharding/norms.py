@@ -39,6 +39,10 @@ def sum_over_ranks(vector: Tensor, group: ProcessGroup) -> Tensor:
     return moved.to(vector.device)
 
 
+# Sent instead of a fingerprint by a rank that has found a fault.
+FAULT = 2**63 - 1
+
+
 def check_same(number: int, group: ProcessGroup, device: torch.device) -> bool:
     """Whether all ranks of ``group`` hold the same non-negative 63-bit ``number``. One all-reduce, one host read."""
     pair = torch.tensor([number, -number], dtype=torch.int64, device=device)

@@ -8,12 +8,23 @@ from torch.distributed.tensor import DTensor, Replicate
 from mars_dist.sharding.layout import Layout, whole
 
 
+def refuse_slices(name: str, param: Tensor) -> None:
+    """Tensor parallelism that keeps one rank's slice as a plain tensor (DeepSpeed AutoTP, Megatron) marks it so."""
+    if getattr(param, "tensor_model_parallel", False):
+        raise RuntimeError(
+            f"{name} of shape {tuple(param.shape)} is one rank's slice of a larger tensor (tensor parallelism): MARS "
+            "would take the norm of the slice for that of the tensor. This version does not support it: set "
+            'tensor_parallel.autotp_size to 1 (or remove "tensor_parallel") and shard with ZeRO instead.'
+        )
+
+
 def locate(name: str, param: Tensor) -> Layout:
     """The layout of ``param`` when the engine left it the parameter it was: whole on this process.
 
     Raises:
         RuntimeError: for parameters whose pieces are spread in a way that this version cannot see through.
     """
+    refuse_slices(name, param)
     if isinstance(param, DTensor):
         if not all(isinstance(placement, Replicate) for placement in param.placements):
             raise RuntimeError(

@@ -35,8 +35,10 @@ def locate(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout | No
         flat: what the engine put into the parameter group.
         originals: name and parameter of every trainable tensor that the group was constructed with.
 
+    Returns: the layout carries a fault where the table does not agree with the weights.
+
     Raises:
-        RuntimeError: when it is ZeRO's but the table does not agree with the weights.
+        RuntimeError: when it is ZeRO-3's and not found among its flat partitions.
     """
     sharded = [(name, p) for name, p in originals if hasattr(p, "_z3_optimizer")]
     if sharded:
@@ -51,7 +53,7 @@ def _stage12(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout:
     group = originals[0][1]._dp_group  # type: ignore[attr-defined]
     first = dist.get_rank(group) * flat.numel()
     last = first + flat.numel()
-    segments = []
+    segments, faults = [], []
     for name, p in originals:
         begin = int(p.data.storage_offset())
         low, high = max(first, begin), min(last, begin + p.numel())
@@ -59,9 +61,9 @@ def _stage12(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout:
             segments.append(Segment(name, tuple(p.shape), 0, 0, 0))
             continue
         segment = Segment(name, tuple(p.shape), low - begin, high - begin, low - first)
-        _check(flat, segment, p.data.flatten()[segment.start : segment.stop], "ZeRO-1/2")
+        faults.append(_fault(flat, segment, p.data.flatten()[segment.start : segment.stop], "ZeRO-1/2"))
         segments.append(segment)
-    return Layout(tuple(segments), group, "ZeRO-1/2")
+    return Layout(tuple(segments), group, "ZeRO-1/2", next(filter(None, faults), ""))
 
 
 def _stage3(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout:
@@ -76,31 +78,34 @@ def _stage3(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout:
     members = engine.fp16_groups[index]
     group = members[0].ds_process_group
     rank = dist.get_rank(group)
-    segments, offset = [], 0
+    segments, faults, offset = [], [], 0
     for p in members:
         size = p.partition_numel()
         start = min(rank * size, p.ds_numel)
         stop = min(start + size, p.ds_numel)
         segment = Segment(names.get(id(p), f"ds_id {p.ds_id}"), tuple(p.ds_shape), start, stop, offset)
         if segment.numel and p.ds_tensor.numel() >= segment.numel:  # the weights may be swapped out (NVMe)
-            _check(flat, segment, p.ds_tensor.data.flatten()[: segment.numel], "ZeRO-3")
+            faults.append(_fault(flat, segment, p.ds_tensor.data.flatten()[: segment.numel], "ZeRO-3"))
         segments.append(segment)
         offset += size
     if offset != flat.numel():
-        raise RuntimeError(
+        faults.insert(
+            0,
             f"ZeRO-3: the pieces of sub-group {index} add up to {offset} elements, its flat partition has "
-            f"{flat.numel()}: this release of DeepSpeed lays them out in a way that mars_dist does not know. {REMEDY}"
+            f"{flat.numel()}: this release of DeepSpeed lays them out in a way that mars_dist does not know. {REMEDY}",
         )
-    return Layout(tuple(segments), group, "ZeRO-3")
+    return Layout(tuple(segments), group, "ZeRO-3", next(filter(None, faults), ""))
 
 
-def _check(flat: Tensor, segment: Segment, weights: Tensor, engine: str) -> None:
-    """Compare the flat partition with the weights that the model computes with."""
+def _fault(flat: Tensor, segment: Segment, weights: Tensor, engine: str) -> str:
+    """Compare the flat partition with the weights that the model computes with: what is wrong, or ""."""
     master = flat.detach()[segment.offset : segment.offset + segment.numel].to(weights.dtype)
-    if not torch.equal(master.nan_to_num(), weights.detach().to(master.device).nan_to_num()):
-        raise RuntimeError(
-            f"{engine}: the table of pieces does not agree with the weights of {segment.name} "
-            f"(elements {segment.start} to {segment.stop} of shape {segment.shape}). This release of DeepSpeed lays "
-            "its partitions out in a way that mars_dist does not know (tested with 0.19), or the weights were changed "
-            "after deepspeed.initialize without its master copy. Training with a wrong table would be silently wrong."
-        )
+    if torch.equal(master.nan_to_num(), weights.detach().to(master.device).nan_to_num()):
+        return ""
+    return (
+        f"{engine}: the table of pieces does not agree with the weights of {segment.name} "
+        f"(elements {segment.start} to {segment.stop} of shape {segment.shape}). This release of DeepSpeed lays "
+        "its partitions out in a way that mars_dist does not know (tested with 0.19), or the weights were changed "
+        "after deepspeed.initialize without its master copy (load them before it, or through "
+        "engine.load_checkpoint). Training with a wrong table would be silently wrong."
+    )
