@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests import nets
 from tests.zero_cases import Messages, Recorder
 
-LR = {"lr": 1e-2, "lr_1d": 4e-3}
+LR: dict[str, Any] = {"lr": 1e-2, "lr_1d": 4e-3}
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,13 @@ def refused(kind: str, single_element: bool) -> dict[str, Any]:
     import mars_dist
 
     net = Small(single_element)
+    model: Any = net
     early = mars_dist.MARS(net.named_parameters(), **LR)
     if kind == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        model: nn.Module = fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        model = fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     else:
         from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run_python(
-    *arguments: str | Path, folder: Path, seconds: float = 120, **env: str
+    *arguments: str | Path, folder: Path, seconds: float = 120, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run this interpreter with ``arguments`` in ``folder``; standard output and error come back as one text.
 
@@ -37,7 +38,7 @@ def run_python(
     process = subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         cwd=folder,
-        env=os.environ | settings | env,
+        env=os.environ | settings | dict(env or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -53,7 +54,7 @@ def run_python(
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
-        pytest.fail(f"{process.args} ran longer than {seconds} s:\n{output}")
+        pytest.fail(f"{process.args!r} ran longer than {seconds} s:\n{output}")
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 

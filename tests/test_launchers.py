@@ -68,7 +68,7 @@ def record(folder: Path, *arguments: str, **env: str) -> dict[str, Any]:
     """What the script wrote down when this interpreter was started with ``arguments`` in ``folder``."""
     file = folder / "record.json"
     file.unlink(missing_ok=True)
-    run = run_python(*arguments, folder=folder, RECORD=str(file), **env)
+    run = run_python(*arguments, folder=folder, env={"RECORD": str(file), **env})
     assert run.returncode == 0 and file.exists(), run.stdout
     return json.loads(file.read_text())
 
@@ -273,7 +273,7 @@ def train(project: Path, launcher: list[str], exit_code: int, ranks: int, **env:
     (folder / "ds_config.json").write_text(json.dumps(CONFIG))
     assert "mars_dist" not in TRAIN, "the script must not know of mars_dist"
     arguments = ["--deepspeed_config", "ds_config.json", "--out", ".", "--exit-code", str(exit_code)]
-    run = run_python(*launcher, "project/train.py", *arguments, folder=folder, seconds=240, **env)
+    run = run_python(*launcher, "project/train.py", *arguments, folder=folder, seconds=240, env=env)
     records = []
     for rank in range(ranks):
         file = folder / f"rank{rank}.json"

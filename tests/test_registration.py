@@ -37,7 +37,7 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.
 
 def python(code: str, folder: Path, **env: str) -> str:
     """What a fresh interpreter prints for ``code``."""
-    run = run_python("-c", code, folder=folder, **ALONE, **env)
+    run = run_python("-c", code, folder=folder, env=ALONE | env)
     assert run.returncode == 0, run.stdout
     return run.stdout
 
@@ -320,7 +320,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
 def test_the_hook_calls_back_once_and_leaves_other_modules_alone(calls: Calls) -> None:
     other = importlib.import_module(OTHER)
     assert calls == [] and import_hook._finder.find_spec(OTHER, None) is None
-    assert type(other.__spec__.loader) is importlib.machinery.SourceFileLoader
+    assert other.__spec__ and type(other.__spec__.loader) is importlib.machinery.SourceFileLoader
     for _ in range(2):
         importlib.import_module(HOOKED)
     assert calls == [1]
@@ -328,7 +328,10 @@ def test_the_hook_calls_back_once_and_leaves_other_modules_alone(calls: Calls) -
 
 def test_the_hooked_module_keeps_its_own_loader_and_source(calls: Calls) -> None:
     module = importlib.import_module(HOOKED)
-    assert type(module.__loader__) is type(module.__spec__.loader) is importlib.machinery.SourceFileLoader
+    assert (
+        module.__spec__
+        and type(module.__loader__) is type(module.__spec__.loader) is importlib.machinery.SourceFileLoader
+    )
     assert inspect.getsource(module) == "VALUE = 1\n"
 
 
@@ -458,7 +461,7 @@ def parameters(*sizes: tuple[int, ...]) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.ones(size)) for size in sizes]
 
 
-LR = {"lr": 1e-3, "lr_1d": 1e-3}
+LR: dict[str, Any] = {"lr": 1e-3, "lr_1d": 1e-3}
 
 
 def test_a_bare_list_is_split_into_matrices_and_others_in_their_order() -> None:

@@ -262,7 +262,7 @@ def test_a_group_without_parameters_shifts_nothing(pool: RankPool, stage: int) -
     result = pool.run(zero_more_cases.train, case, timeout=90)[0]
     net = nets.build()
     first, second = zero_cases.group_names(net)
-    groups = [{"names": first}, {"names": second, **zero_cases.SECOND_SETTINGS}]
+    groups: list[dict[str, Any]] = [{"names": first}, {"names": second, **zero_cases.SECOND_SETTINGS}]
     assert result["rule_counts"] == {"MARS-AdamW": nets.MATRICES, "AdamW": nets.VECTORS}
     assert furthest(replayed(result, case, groups=groups), result["end"]) < TOLERANCE
 
