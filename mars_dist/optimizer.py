@@ -16,11 +16,13 @@ from mars_dist.config import (
     GROUP_DEFAULTS,
     LR_1D,
     WEIGHT_DECAY_1D,
+    Default,
     Settings,
     check_keywords,
     resolve_defaults,
     resolve_group,
 )
+from mars_dist.sharding.layout import WHOLE
 from mars_dist.step import Shard, learning_rate, rule_of, take_step
 from mars_dist.tables import GROUP_ID, Tables
 
@@ -151,7 +153,8 @@ class MARS(Optimizer):
         }
         assert defaults.keys() == GROUP_DEFAULTS.keys()
         self._tables = Tables()
-        self._previous_is_new = True  # exact mode: whether h belongs to the step that comes next
+        # Exact mode: whether h belongs to the step that comes next; whether the h of the one after it is kept.
+        self._previous_is_new, self._next_is_kept = True, False
         super().__init__(params, resolve_defaults(defaults))
 
     # ------------------------------------------------------------------------------------------------ groups
@@ -194,23 +197,26 @@ class MARS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self.settings.is_approx and not self._previous_is_new:
-            raise RuntimeError(
-                "MARS in exact mode (is_approx=False): step() was called twice with the same previous gradient. After "
-                "each step take the gradient of the next batch at the point before it: see update_previous_grad()."
-            )
         shards = []
         for group in self.param_groups:
             for i, p in enumerate(group["params"]):
                 if p.grad is None:
                     continue
                 shard = self._shard(group, i, p)
-                created_by_wrapper = shard.layout.engine == "copies" and not shard.state
-                shard.may_be_dry_run = created_by_wrapper or learning_rate(group) == 0.0
+                if shard.layout.engine == WHOLE:
+                    shard.may_be_dry_run = learning_rate(group) == 0.0  # as torch's checkpoint helpers do
+                else:
+                    shard.may_be_dry_run = shard.layout.engine == "copies" and not shard.state
                 rules = [rule_of(segment, group, self.settings) for segment in shard.layout.segments]
                 states.ensure(shard.state, p, shard.grad, rules, group["amsgrad"])
                 shards.append(shard)
         if shards:
+            if not self.settings.is_approx and not self._previous_is_new:
+                raise RuntimeError(
+                    "MARS in exact mode (is_approx=False): step() was called twice with the same previous gradient. "
+                    "For each step take the gradient of the next batch at the point before it: "
+                    "see update_previous_grad() and update_last_grad()."
+                )
             take_step(shards, self.settings)
             self._previous_is_new = self.settings.is_approx
         return loss
@@ -245,16 +251,20 @@ class MARS(Optimizer):
         """
         if self.settings.is_approx:
             return
+        self._next_is_kept, found = True, False
         for group in self.param_groups:
             for i, p in enumerate(group["params"]):
                 if p.grad is None:
                     continue
+                found = True
                 shard = self._shard(group, i, p)
                 if any(rule_of(segment, group, self.settings).corrected for segment in shard.layout.segments):
                     state = self.state[p]
                     if "next_prev_grad" not in state:
                         state["next_prev_grad"] = torch.empty_like(p, dtype=p.grad.dtype, requires_grad=False)
                     state["next_prev_grad"].copy_(p.grad)
+        if not found:
+            logger.warning("update_previous_grad() found no gradient: call it before zero_grad()")
 
     @torch.no_grad()
     def update_last_grad(self) -> None:
@@ -269,7 +279,7 @@ class MARS(Optimizer):
                     del state["next_prev_grad"]
                 else:
                     state["next_prev_grad"] = swapped[1]
-        self._previous_is_new = True
+        self._previous_is_new, self._next_is_kept = self._next_is_kept, False
 
     # ------------------------------------------------------------------------------------- numbers for people
 
@@ -298,17 +308,17 @@ class MARS(Optimizer):
         Raises:
             ValueError: as torch.optim does, when the groups do not fit; for settings that this version does not know.
         """
-        numbers = [group[GROUP_ID] for group in self.param_groups]
+        before = [dict(group) for group in self.param_groups]
         final: dict[str, Any] = {}  # what is really loaded: hooks of the user may have replaced it
         last = self.register_load_state_dict_pre_hook(lambda _, given: final.update(given))
-        first = self.register_load_state_dict_post_hook(lambda _: self._restore(final, numbers), prepend=True)
+        first = self.register_load_state_dict_post_hook(lambda _: self._restore(final, before), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
             last.remove()
             first.remove()
 
-    def _restore(self, state_dict: dict[str, Any], numbers: list[int]) -> None:
+    def _restore(self, state_dict: dict[str, Any], before: list[dict[str, Any]]) -> None:
         ours = state_dict.get(STATE_DICT_KEY)
         if ours is not None:
             self.settings = Settings.from_dict(ours)
@@ -322,13 +332,18 @@ class MARS(Optimizer):
         for i, state in state_dict["state"].items():
             if i in saved:
                 self.state[saved[i]] = states.restore(state, saved[i])
-        for number, group in zip(numbers, self.param_groups, strict=True):
-            group[GROUP_ID] = number
+        for group, was, loaded in zip(self.param_groups, before, state_dict["param_groups"], strict=True):
+            # What the file does not say stays as this group had it (the file of another optimizer, say).
+            group |= {key: was[key] for key in self.defaults if key not in loaded}
+            if "weight_decay_1d" not in loaded and isinstance(self.defaults["weight_decay_1d"], Default):
+                group["weight_decay_1d"] = loaded.get("weight_decay", was["weight_decay_1d"])
+            group[GROUP_ID] = was[GROUP_ID]
         self._tables.forget()
         self._previous_is_new = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "settings": self.settings}
+        constructed = all(self._tables.constructed_as(group) for group in self.param_groups)
+        return {**super().__getstate__(), "settings": self.settings, "constructed": constructed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -337,10 +352,14 @@ class MARS(Optimizer):
                 group.setdefault(name, float(value) if name == "weight_decay_1d" else value)
         if "settings" in state:  # unpickled or deep-copied, not load_state_dict
             self._tables = Tables()
-            self._previous_is_new = True
+            self._previous_is_new, self._next_is_kept = True, False
+            constructed = self.__dict__.pop("constructed")
             for number, group in enumerate(self.param_groups):
                 group[GROUP_ID] = number
-                self._tables.remember(group)
+                if constructed:
+                    self._tables.remember(group)
+                else:  # what an engine put in their place has no shapes: step() says so
+                    self._tables.originals[number] = []
 
 
 KEYWORDS = tuple(

@@ -59,6 +59,11 @@ def restore(loaded: dict[str, Any], param: Tensor) -> dict[str, Any]:
             value = torch.tensor(float(value), dtype=torch.float32)
         if not isinstance(value, Tensor):
             out[key] = value
+        elif key != STEP and value.ndim and value.shape != param.shape:
+            raise ValueError(
+                f"the state {key!r} that is loaded has shape {tuple(value.shape)}, its parameter "
+                f"{tuple(param.shape)}: it is the state of another model, or of another number of ranks"
+            )
         elif value.shape == param.shape:
             out[key] = torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
         else:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mars_dist.config import Settings
+from mars_dist.config import GROUP_DEFAULTS, Settings
 from mars_dist.maths.rules import Rule
 from mars_dist.sharding import torch_native
-from mars_dist.sharding.layout import Layout
+from mars_dist.sharding.layout import WHOLE, Layout
 from mars_dist.sharding.locate import locate, trainable_only
 from mars_dist.sharding.norms import FAULT, check_same, is_shared
 from mars_dist.step import rule_of
@@ -45,6 +45,10 @@ class Tables:
         self._rules: dict[tuple[int, str], tuple[str, bool]] = {}
         self._logged = False
         self._trainable: int | None = None  # how many tensors will be stepped in all, once it is known
+
+    def constructed_as(self, group: dict[str, Any]) -> bool:
+        """Whether the tensors in ``group`` are the parameters it was constructed with."""
+        return all(id(p) in self._named and self._named[id(p)][1]() is p for p in group["params"])
 
     def remember(self, group: dict[str, Any]) -> None:
         """Keep the names and parameters that ``group`` is constructed with."""
@@ -79,8 +83,7 @@ class Tables:
             layout = locate(p, position, group["params"], self._constructed_with(group[GROUP_ID]))
         rules = [rule_of(segment, group, settings) for segment in layout.segments]
         _check_over_ranks(layout, rules, group, settings, p.device)
-        if is_shared(layout.process_group):
-            _refuse_what_needs_whole_tensors(layout, rules, settings)
+        _refuse_what_needs_whole_tensors(layout, rules, settings)
         self._layouts[id(p)] = (weakref.ref(p), layout)
         for segment, rule in zip(layout.segments, rules, strict=True):
             self._rules[group[GROUP_ID], segment.name] = (rule.label, len(segment.shape) == 2)
@@ -124,7 +127,8 @@ def _check_over_ranks(
     agree = True
     if layout.process_group is not None and is_shared(layout.process_group):
         labels = [rule.label for rule in rules]
-        number = FAULT if layout.fault else layout.fingerprint(labels, settings, group["clip"])
+        numbers = [(key, group[key]) for key in GROUP_DEFAULTS if key in group and key != "lr"]
+        number = FAULT if layout.fault else layout.fingerprint(labels, settings, numbers)
         agree = check_same(number, layout.process_group, device)
     if layout.fault:
         raise RuntimeError(layout.fault)
@@ -139,13 +143,13 @@ def _check_over_ranks(
 
 
 def _refuse_what_needs_whole_tensors(layout: Layout, rules: Sequence[Rule], settings: Settings) -> None:
-    if not settings.is_approx:
+    if not settings.is_approx and layout.engine != WHOLE:
         raise RuntimeError(
             f"exact mode (is_approx=False) is not supported under {layout.engine} yet, where the gradients of the next "
-            "batch do not reach the optimizer: use it on one process or under DDP, or is_approx=True here."
+            "batch do not reach the optimizer: use it on one process or under DDP in float32, or is_approx=True here."
         )
     for segment, rule in zip(layout.segments, rules, strict=True):
-        if rule.whole_matrix:
+        if rule.whole_matrix and is_shared(layout.process_group):
             raise RuntimeError(
                 f"{rule.label} needs whole matrices, and {layout.engine} spreads {segment.name} of shape "
                 f"{segment.shape} over {dist.get_world_size(layout.process_group)} ranks: this version supports the "

@@ -74,7 +74,8 @@ class RankPool:
             if process.is_alive() and process.pid:
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(1.0)
-        stacks = [f"--- rank {r}\n{(self.folder / f'stack{r}').read_text()}" for r in range(self.world_size)]
+        files = [self.folder / f"stack{r}" for r in range(self.world_size)]  # not there yet while a rank starts
+        stacks = [f"--- rank {r}\n{f.read_text() if f.exists() else 'starting'}" for r, f in enumerate(files)]
         self.close()
         return "\n".join(stacks)
 

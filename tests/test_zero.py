@@ -138,7 +138,8 @@ def test_replay(pool: RankPool, case: ZeroCase) -> None:
     moved = min((result["end"][n] - result["start"][n]).abs().max().item() for n in result["start"])
     assert moved > 1e-3, "a tensor did not move: the comparison would prove nothing"
     if case.stage and case.params["clip"] is not None:
-        assert clipped(result) & cut_over_ranks(results), "no tensor that is cut was clipped"
+        cut = cut_over_ranks(results)
+        assert not cut or clipped(result) & cut, "no tensor that is cut was clipped"
     for other in results[1:]:
         assert furthest(other["end"], result["end"]) == 0.0, "the ranks hold different parameters"
 

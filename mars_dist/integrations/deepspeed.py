@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mars_dist.config import Settings
 from mars_dist.integrations.import_hook import forget, when_imported
 from mars_dist.optimizer import MARS
 
@@ -34,13 +35,18 @@ def mars_from_config(params: Iterable[Any], **kwargs: Any) -> MARS:
     are kept as they are.
     """
     params = list(params)
-    named = [p if isinstance(p, tuple) else ("", p) for p in params if not isinstance(p, dict)]
-    ranks = kwargs.get("matrix_ndim", 2)
-    ranks = (ranks,) if isinstance(ranks, int) else ranks
-    if len(named) == len(params):
-        matrices = [i for i, (_, p) in enumerate(named) if len(getattr(p, "ds_shape", p.shape)) in ranks]
-        others = [i for i in range(len(params)) if i not in set(matrices)]
-        params = [{"params": [params[i] for i in part]} for part in (matrices, others) if part]
+    if any(isinstance(p, dict) for p in params):
+        return MARS(params, **kwargs)
+    ranks = Settings(matrix_ndim=kwargs.get("matrix_ndim", 2)).matrix_ndim
+    matrices: list[Any] = []
+    others: list[Any] = []
+    frozen: list[Any] = []
+    for named in params:
+        p = named[1] if isinstance(named, tuple) else named
+        is_matrix = len(getattr(p, "ds_shape", p.shape)) in ranks
+        (frozen if not p.requires_grad else matrices if is_matrix else others).append(named)
+    if matrices and others:  # ZeRO cannot make a flat tensor of a group in which everything is frozen
+        params = [{"params": matrices + frozen}, {"params": others}]
     return MARS(params, **kwargs)
 
 

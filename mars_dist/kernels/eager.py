@@ -90,7 +90,8 @@ def corrected_gradient(grad: Tensors, prev_grad: Tensors, hyper: Hyper, scratch:
 
 
 def squared_norms(block: Block, hyper: Hyper, is_first: Tensors, scratch: Scratch) -> Tensors:
-    """||c||^2 of every view of the block, as float64 0-dim tensors; the elements are summed in float32 or better.
+    """||c||^2 of every view of the block, as float64 0-dim tensors; the elements are summed in float32 or better
+    (elements above 1e19 overflow there: c is then scaled to 0, and the step counts as not finite).
 
     ``is_first[i]``: 0-dim bool, whether tensor i has not taken a step yet (read only with ``first_step="paper"``).
     """

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
+# The engine of a tensor that is the parameter it was constructed as.
+WHOLE = "whole tensors"
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -61,7 +64,7 @@ class Layout:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def whole(name: str, param: torch.Tensor, engine: str = "whole tensors") -> Layout:
+def whole(name: str, param: torch.Tensor, engine: str = WHOLE) -> Layout:
     """The layout of a tensor that every process holds whole."""
     shape = tuple(param.shape)
     return Layout((Segment(name, shape, 0, math.prod(shape), 0),), None, engine)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from mars_dist.sharding import torch_native, zero
@@ -13,6 +15,17 @@ from mars_dist.sharding.layout import Layout, whole
 def trainable_only(originals: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     """Those that engines put into their flat tensors or copies: trainable, with at least one element."""
     return [(name, p) for name, p in originals if p.requires_grad and getattr(p, "ds_numel", p.numel()) > 0]
+
+
+def _copy(copy: Tensor, name: str, original: Tensor) -> Layout:
+    fault = ""
+    if not torch.equal(copy.detach().to(original.dtype).nan_to_num(), original.detach().to(copy.device).nan_to_num()):
+        fault = (
+            f"DeepSpeed's float32 copy of {name} does not agree with the model's weights: they were changed after "
+            "deepspeed.initialize, and the first step would undo that. Load weights before it."
+        )
+    layout = whole(name, copy, engine="copies")
+    return replace(layout, fault=fault)
 
 
 def locate(param: Tensor, position: int, handed: Sequence[Tensor], originals: Sequence[tuple[str, Tensor]]) -> Layout:
@@ -25,17 +38,23 @@ def locate(param: Tensor, position: int, handed: Sequence[Tensor], originals: Se
     Raises:
         RuntimeError: when the shapes cannot be known; the message says what to do.
     """
-    originals = trainable_only(originals)
+    if not originals:
+        raise RuntimeError(
+            "This MARS optimizer is a copy (deepcopy or pickle) of one whose tensors an engine had replaced by flat "
+            "pieces: it cannot know their shapes and does not fall back to AdamW. Copy its state_dict() instead."
+        )
     for name, original in originals:
         torch_native.refuse_slices(name, original)
+    trainable = trainable_only(originals)
+    # DeepSpeed without ZeRO in 16 bits steps on float32 copies in the original shapes and order. Asked first and by
+    # shapes alone, so that all ranks decide alike: an earlier ZeRO engine may have left its attributes.
+    if [tuple(t.shape) for t in handed] == [tuple(t.shape) for _, t in trainable]:
+        return _copy(param, *trainable[position])
     layout = zero.locate(param, originals)
     if layout is not None:
         return layout
-    # DeepSpeed without ZERO in 16 bits steps on float32 copies in the original shapes and order.
-    if [tuple(t.shape) for t in handed] == [tuple(t.shape) for _, t in originals]:
-        return whole(originals[position][0], param, engine="copies")
     raise RuntimeError(
-        f"MARS was constructed with {len(originals)} trainable tensors in this parameter group, and the engine now "
+        f"MARS was constructed with {len(trainable)} trainable tensors in this parameter group, and the engine now "
         f"hands it {len(handed)} others (here one of shape {tuple(param.shape)}) that it cannot match with them. "
         + zero.REMEDY
     )

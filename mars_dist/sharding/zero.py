@@ -33,18 +33,19 @@ def locate(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout | No
 
     Args:
         flat: what the engine put into the parameter group.
-        originals: name and parameter of every trainable tensor that the group was constructed with.
+        originals: name and parameter of every tensor that the group was constructed with.
 
     Returns: the layout carries a fault where the table does not agree with the weights.
 
-    Raises:
-        RuntimeError: when it is ZeRO-3's and not found among its flat partitions.
     """
     sharded = [(name, p) for name, p in originals if hasattr(p, "_z3_optimizer")]
     if sharded:
-        return _stage3(flat, sharded)
-    partitioned = [(name, p) for name, p in originals if hasattr(p, "_dp_group")]
-    if partitioned:
+        layout = _stage3(flat, sharded)
+        if layout is not None:
+            return layout
+    # Who has the attribute was trainable when the flat was made, whatever requires_grad says now.
+    partitioned = [(name, p) for name, p in originals if hasattr(p, "_dp_group") and p.numel() > 0]
+    if partitioned and flat.ndim == 1:
         return _stage12(flat, partitioned)
     return None
 
@@ -66,14 +67,11 @@ def _stage12(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout:
     return Layout(tuple(segments), group, "ZeRO-1/2", next(filter(None, faults), ""))
 
 
-def _stage3(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout:
+def _stage3(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout | None:
     engine: Any = originals[0][1]._z3_optimizer  # type: ignore[attr-defined]
     index = next((i for i, t in enumerate(engine.fp32_partitioned_groups_flat) if t is flat), None)
-    if index is None:
-        raise RuntimeError(
-            "MARS was handed a tensor that is none of ZeRO-3's flat partitions "
-            f"(shape {tuple(flat.shape)}, {flat.dtype}). {REMEDY}"
-        )
+    if index is None:  # the attribute is left from an engine that is no more
+        return None
     names = {id(p): name for name, p in originals}
     members = engine.fp16_groups[index]
     group = members[0].ds_process_group
@@ -106,6 +104,7 @@ def _fault(flat: Tensor, segment: Segment, weights: Tensor, engine: str) -> str:
         f"{engine}: the table of pieces does not agree with the weights of {segment.name} "
         f"(elements {segment.start} to {segment.stop} of shape {segment.shape}). This release of DeepSpeed lays "
         "its partitions out in a way that mars_dist does not know (tested with 0.19), or the weights were changed "
-        "after deepspeed.initialize without its master copy (load them before it, or through "
-        "engine.load_checkpoint). Training with a wrong table would be silently wrong."
+        "after deepspeed.initialize without its master copy, or the other way round (load weights before it or through "
+        "engine.load_checkpoint; use safe_set_full_fp32_param only after the first step). Training with a wrong table "
+        "would be silently wrong."
     )
