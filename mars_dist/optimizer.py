@@ -22,6 +22,7 @@ from mars_dist.config import (
     resolve_defaults,
     resolve_group,
 )
+from mars_dist.sharding import torch_native
 from mars_dist.sharding.layout import WHOLE
 from mars_dist.step import Shard, learning_rate, rule_of, take_step
 from mars_dist.tables import GROUP_ID, Tables
@@ -201,6 +202,7 @@ class MARS(Optimizer):
         for group in self.param_groups:
             for i, p in enumerate(group["params"]):
                 if p.grad is None:
+                    torch_native.refuse("a parameter without gradient", p)  # other ranks may have one, and raise
                     continue
                 shard = self._shard(group, i, p)
                 if shard.layout.engine == WHOLE:
@@ -334,7 +336,7 @@ class MARS(Optimizer):
                 self.state[saved[i]] = states.restore(state, saved[i])
         for group, was, loaded in zip(self.param_groups, before, state_dict["param_groups"], strict=True):
             # What the file does not say stays as this group had it (the file of another optimizer, say).
-            group |= {key: was[key] for key in self.defaults if key not in loaded}
+            group |= {key: was[key] for key in self.defaults if key in was and key not in loaded}
             if "weight_decay_1d" not in loaded and isinstance(self.defaults["weight_decay_1d"], Default):
                 group["weight_decay_1d"] = loaded.get("weight_decay", was["weight_decay_1d"])
             group[GROUP_ID] = was[GROUP_ID]

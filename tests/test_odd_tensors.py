@@ -246,3 +246,39 @@ def test_a_refused_gradient_leaves_all_other_tensors_alone() -> None:
     with pytest.raises(RuntimeError, match="sparse"):
         optimizer.step()
     assert_identical({name: p.detach() for name, p in params.items()}, before)
+
+
+def test_slices_of_tensor_parallelism_are_refused() -> None:
+    """DeepSpeed AutoTP and Megatron keep plain tensors: the norm would be that of the slice."""
+    p = Parameter(torch.ones(4, 3))
+    p.tensor_model_parallel = True  # type: ignore[attr-defined]
+    optimizer = MARS([("layer.weight", p)])
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"layer.weight of shape \(4, 3\) is one rank's slice.*autotp_size"):
+        optimizer.step()
+    copy = Parameter(p.detach().clone())  # as a wrapper without ZeRO does
+    copy.grad = torch.ones_like(copy)
+    optimizer.param_groups[0]["params"] = [copy]
+    with pytest.raises(RuntimeError, match="is one rank's slice"):
+        optimizer.step()
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    big, small = Parameter(torch.ones(10, 10)), Parameter(torch.ones(5, 5))
+    ours, theirs = MARS([small]), MARS([big])
+    big.grad = torch.ones_like(big)
+    theirs.step()
+    with pytest.raises(ValueError, match=r"shape \(10, 10\), its parameter \(5, 5\)"):
+        ours.load_state_dict(theirs.state_dict())
+
+
+def test_adamws_file_keeps_what_it_does_not_say() -> None:
+    """A no-decay group of AdamW stays undecayed, and the ratio of the two learning rates that of the group."""
+    p, q = Parameter(torch.ones(3)), Parameter(torch.ones(2, 2))
+    groups = [{"params": [p], "weight_decay": 0.0, "lr_1d": 1e-3, "lr": 1e-3}, {"params": [q]}]
+    adamw = torch.optim.AdamW([{"params": [p], "weight_decay": 0.0}, {"params": [q]}], lr=1e-3)
+    mars = MARS(groups, lr=2e-3, lr_1d=4e-3)
+    mars.load_state_dict(adamw.state_dict())
+    assert mars.param_groups[0]["weight_decay_1d"] == 0.0
+    assert mars.param_groups[0]["lr_1d_ratio"] == 1.0 and mars.param_groups[1]["lr_1d_ratio"] == 2.0
+    assert mars.param_groups[1]["gamma"] == 0.025 and mars.param_groups[0]["lr"] == 1e-3
