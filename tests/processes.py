@@ -26,7 +26,6 @@ def run_python(
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     settings = {
         "PYTHONPATH": path,
-        "PYTHONFAULTHANDLER": "1",
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -35,10 +34,17 @@ def run_python(
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "XDG_CACHE_HOME": str(folder / "cache"),
     }
+    return run(sys.executable, *arguments, folder=folder, seconds=seconds, env=settings | dict(env or {}))
+
+
+def run(
+    *command: str | Path, folder: Path = ROOT, seconds: float = 240, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run any command in ``folder`` (the repository's root) under the same rules."""
     process = subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
+        [str(part) for part in command],
         cwd=folder,
-        env=os.environ | settings | dict(env or {}),
+        env=os.environ | {"PYTHONFAULTHANDLER": "1"} | dict(env or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,29 +10,7 @@ from typing import Any
 import pytest
 
 from mars_dist.integrations.deepspeed_launch import launcher_arguments
-
-ROOT = Path(__file__).parent.parent
-
-
-def run(*command: str | Path, seconds: int = 240, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs from the repository's root. Past the time limit every process of it prints its stack before it ends."""
-    process = subprocess.Popen(
-        [str(part) for part in command],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONFAULTHANDLER": "1"} | env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGABRT)
-        output, _ = process.communicate(timeout=30)
-        pytest.fail(f"{' '.join(process.args)} ran longer than {seconds} s:\n{output}")  # type: ignore[arg-type]
-    return subprocess.CompletedProcess(process.args, process.returncode, output)
+from tests.processes import ROOT, run
 
 
 @pytest.mark.parametrize("name", ["mars", pytest.param("adamw", marks=pytest.mark.slow)])
@@ -132,19 +108,19 @@ def fake(folder: Path, name: str, script: str) -> Path:
 def test_scripts_refuse_with_one_line(script: str, tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     old = fake(tmp_path / "bin", "python3.8", 'test "$1" = -V && echo Python 3.8.1; exit 1')
-    result = run("bash", script, PYTHON=str(old), MARS_DIST_VENV=str(venv))
+    result = run("bash", script, env=dict(PYTHON=str(old), MARS_DIST_VENV=str(venv)))
     assert result.returncode == 1
     assert "needs Python 3.11 or newer, found: " in result.stdout and "(Python 3.8.1)" in result.stdout
     assert not venv.exists()
 
     fake(tmp_path / "df", "df", "echo head; echo disk 10 5 5 50% /")
     path = f"{tmp_path / 'df'}:{os.environ['PATH']}"
-    result = run("bash", script, PYTHON=sys.executable, MARS_DIST_VENV=str(venv), PATH=path)
+    result = run("bash", script, env=dict(PYTHON=sys.executable, MARS_DIST_VENV=str(venv), PATH=path))
     assert result.returncode == 1
     assert f"5 MB free at {venv}, about" in result.stdout
 
     (venv / "letters").mkdir(parents=True)  # somebody's folder: it must not be emptied
-    result = run("bash", script, PYTHON=sys.executable, MARS_DIST_VENV=str(venv))
+    result = run("bash", script, env=dict(PYTHON=sys.executable, MARS_DIST_VENV=str(venv)))
     assert result.returncode == 1
     assert f"{venv} exists and is no virtual environment" in result.stdout
     assert (venv / "letters").exists()

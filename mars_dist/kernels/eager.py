@@ -123,14 +123,19 @@ def update(
         held = block.prev_grad or [torch.zeros_like(g) for g in block.grad]
         block.grad = [torch.where(ok, g, h.to(g.dtype)) for ok, g, h in zip(taken, block.grad, held, strict=True)]
 
-    if rule.is_adamw and block.flat and not taken and isinstance(hyper.lr, float):
-        _fused_adamw(block, rule, hyper, scratch, scale, is_first)
-        return
-
     c = corrected_gradient(block.grad, _previous(block, hyper, is_first), hyper, scratch)
     if scale:
         torch._foreach_mul_(c, block.of(scale))
+    if rule.is_adamw and block.flat and not taken and isinstance(hyper.lr, float):
+        _fused_adamw(block, c, hyper)
+    else:
+        _foreach_update(block, c, rule, hyper, scratch, taken)
+    if block.prev_grad and hyper.keep_gradient:
+        torch._foreach_copy_(block.prev_grad, block.grad)
 
+
+def _foreach_update(block: Block, c: Tensors, rule: Rule, hyper: Hyper, scratch: Scratch, taken: Tensors) -> None:
+    """Moments and value for any rule, any strides, and steps that may not be taken."""
     weight1: Weight = 1.0 - hyper.beta1
     weight2: Weight = 1.0 - hyper.beta2
     lr: Weight | Tensor = hyper.lr
@@ -156,7 +161,6 @@ def update(
             scratch=scratch.like(block.value, 1),
         )
         move(block.value, *rule.direction(c, moments), lr, hyper.weight_decay)
-    _keep_gradient(block, hyper)
 
 
 def _bias_corrections(block: Block, hyper: Hyper) -> tuple[Tensors, Tensors]:
@@ -168,19 +172,8 @@ def _bias_corrections(block: Block, hyper: Hyper) -> tuple[Tensors, Tensors]:
     return list(correction1.unbind()), list(correction2.unbind())
 
 
-def _keep_gradient(block: Block, hyper: Hyper) -> None:
-    if block.prev_grad and hyper.keep_gradient:
-        torch._foreach_copy_(block.prev_grad, block.grad)
-
-
-def _fused_adamw(block: Block, rule: Rule, hyper: Hyper, scratch: Scratch, scale: Tensors, is_first: Tensors) -> None:
-    """The same step with PyTorch's own fused AdamW, for which c~ is the gradient: one pass over the memory."""
-    if rule.corrected:
-        c = corrected_gradient(block.grad, _previous(block, hyper, is_first), hyper, scratch)
-        if scale:
-            torch._foreach_mul_(c, block.of(scale))
-    else:
-        c = widen(block.grad)
+def _fused_adamw(block: Block, c: Tensors, hyper: Hyper) -> None:
+    """The same with PyTorch's own fused AdamW, for which c~ is the gradient: one pass over the memory."""
     value = widen(block.value)
     torch._fused_adamw_(
         value,
@@ -195,11 +188,10 @@ def _fused_adamw(block: Block, rule: Rule, hyper: Hyper, scratch: Scratch, scale
         weight_decay=hyper.weight_decay,
         eps=hyper.eps,
         amsgrad=bool(block.max_exp_avg_sq),
-        maximize=hyper.maximize and not rule.corrected,
+        maximize=False,  # c has its sign already
     )
     if value is not block.value:
         torch._foreach_copy_(block.value, value)
-    _keep_gradient(block, hyper)
 
 
 def move(
