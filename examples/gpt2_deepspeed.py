@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import mars_dist  # noqa: F401  the only line that MARS needs: DeepSpeed now knows "type": "MARS"
-from mars_dist.integrations.deepspeed_launch import prepare_deepspeed, use_gpu
+from mars_dist.integrations.deepspeed.launch import prepare_deepspeed, use_gpu
 from mars_dist.pretrain.data import Blocks, encode, shakespeare, split, unigram_loss
 from mars_dist.pretrain.tokenizer import END_OF_TEXT_ID, PADDED_VOCABULARY, RANKS_FILE, gpt2_tokenizer
 

@@ -13,7 +13,7 @@ mkdir -p "$run" || die "cannot write to $run"
 # On a CPU the logits are freed and taken again at every step; kept on the heap they are not mapped anew each time (1.4x).
 export MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=17179869184
 
-settings=$(python -m mars_dist.integrations.deepspeed_launch --config ds_configs/quickstart_mars.json)
+settings=$(python -m mars_dist.integrations.deepspeed.launch --config ds_configs/quickstart_mars.json)
 read -r -a launch <<<"$settings" # the device, then the launcher's arguments
 export DS_ACCELERATOR=${launch[0]} PYTHONWARNINGS=ignore::FutureWarning
 for optimizer in mars adamw; do

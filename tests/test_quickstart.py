@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mars_dist.integrations.deepspeed_launch import launcher_arguments
+from mars_dist.integrations.deepspeed.launch import launcher_arguments
 from tests.processes import ROOT, run
 
 

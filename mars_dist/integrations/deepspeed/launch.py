@@ -1,6 +1,6 @@
 """What DeepSpeed needs to be told before it starts: the device, the ranks, and on a CPU which op not to build.
 
-python -m mars_dist.integrations.deepspeed_launch --config ds_config.json
+python -m mars_dist.integrations.deepspeed.launch --config ds_config.json
 
 prints the device (for DS_ACCELERATOR) and the `deepspeed` launcher's arguments.
 """

@@ -1,0 +1,59 @@
+"""Every row of compatibility/ under a real engine: REPLAY, refusal with the key's name, or a warning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests import nets
+from tests.compatibility import ROWS, Row
+from tests.ranks import RankError, RankPool
+from tests.test_zero_more import furthest, moved, replayed
+from tests.zero_cases import SECOND_SETTINGS, ZeroCase, group_names
+
+pytestmark = pytest.mark.timeout(300)
+TOLERANCE = 2e-6
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    pools = {size: RankPool(size) for size in (2, 3, 4)}  # a pool starts its processes when it is first used
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+def runs() -> Iterator[object]:
+    """The largest number of ranks in the default tier."""
+    for size in (2, 3, 4):
+        for row in ROWS:
+            for case in row.cases if size in row.ranks else ():
+                marks = [pytest.mark.slow] if size < max(row.ranks) else []
+                yield pytest.param(
+                    row, case, size, id=f"{row.feature.replace('`', '')}-{case}-{size}ranks", marks=marks
+                )
+
+
+@pytest.mark.parametrize(("row", "case", "size"), runs())
+def test_row(pools: dict[int, RankPool], row: Row, case: ZeroCase, size: int) -> None:
+    if row.answer == "refused":
+        with pytest.raises(RankError) as error:
+            pools[size].run(row.function, case, row.active)
+        told = re.findall(row.message, str(error.value))
+        assert len(told) >= size, f"every rank must say so:\n{error.value}"
+        return
+    results = pools[size].run(row.function, case, row.active)
+    for result in results:
+        assert result["active"], "the feature was not active: this would prove nothing"
+        assert result["rule_counts"] == row.counts
+        assert furthest(result["end"], results[0]["end"]) == 0.0
+    told = [m for m in results[0]["messages"] if re.search(row.message, m)] if row.message else []
+    assert bool(told) == (row.answer == "warns"), results[0]["messages"]
+    groups = None
+    if case.construct == "groups":
+        first, second = group_names(nets.build(case.net))
+        groups = [{"names": first}, {"names": second, **SECOND_SETTINGS}]
+    assert furthest(replayed(results[0], case, groups=groups), results[0]["end"]) < TOLERANCE
+    moved(results[0])
