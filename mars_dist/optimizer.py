@@ -23,7 +23,7 @@ from mars_dist.config import (
     resolve_group,
 )
 from mars_dist.sharding import torch_native
-from mars_dist.sharding.layout import WHOLE
+from mars_dist.sharding.layout import WHOLE, Segment
 from mars_dist.step import Shard, learning_rate, rule_of, take_step
 from mars_dist.tables import GROUP_ID, Tables
 
@@ -154,6 +154,7 @@ class MARS(Optimizer):
         }
         assert defaults.keys() == GROUP_DEFAULTS.keys()
         self._tables = Tables()
+        self.tensor_updates = 0  # a tensor in a step that was left out (skip_nonfinite) counts as well
         # Exact mode: whether h belongs to the step that comes next; whether the h of the one after it is kept.
         self._previous_is_new, self._next_is_kept = True, False
         super().__init__(params, resolve_defaults(defaults))
@@ -220,6 +221,7 @@ class MARS(Optimizer):
                     "see update_previous_grad() and update_last_grad()."
                 )
             take_step(shards, self.settings)
+            self.tensor_updates += sum(len(shard.layout.segments) for shard in shards)
             self._previous_is_new = self.settings.is_approx
         return loss
 
@@ -296,6 +298,15 @@ class MARS(Optimizer):
         """Where the tensors stepped so far came from: "whole tensors", "copies", "ZeRO-1/2", "ZeRO-3"."""
         return self._tables.engines()
 
+    def most_states(self) -> int:
+        """The largest number of states, without ``step``, that a tensor of a group's parameters together will have."""
+        most = 0
+        for group in self.param_groups:
+            shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in group["params"] if p.requires_grad]
+            rules = [rule_of(Segment("", shape, 0, 0, 0), group, self.settings) for shape in shapes]
+            most = max(most, len(states.needed(rules, group["amsgrad"])))
+        return most
+
     # ------------------------------------------------------------------------------------- saving and loading
 
     def state_dict(self) -> dict[str, Any]:
@@ -354,6 +365,7 @@ class MARS(Optimizer):
                 group.setdefault(name, float(value) if name == "weight_decay_1d" else value)
         if "settings" in state:  # unpickled or deep-copied, not load_state_dict
             self._tables = Tables()
+            self.tensor_updates = 0
             self._previous_is_new, self._next_is_kept = True, False
             constructed = self.__dict__.pop("constructed")
             for number, group in enumerate(self.param_groups):

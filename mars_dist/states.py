@@ -26,25 +26,22 @@ from mars_dist.maths.rules import Rule
 STEP = "step"
 
 
+def needed(rules: Iterable[Rule], amsgrad: bool) -> list[str]:
+    """The states, beside ``step``, of a tensor whose pieces take ``rules``."""
+    rules = list(rules)
+    second = any(r.second_moment for r in rules)
+    keys = ["exp_avg"] + ["exp_avg_sq"] * second + ["max_exp_avg_sq"] * (second and amsgrad)
+    return keys + ["prev_grad"] * any(r.corrected for r in rules)
+
+
 def ensure(state: dict[str, Any], param: Tensor, grad: Tensor, rules: Iterable[Rule], amsgrad: bool) -> None:
     """Create what ``rules`` need for ``param`` and is not there yet, as zeros."""
-    rules = list(rules)
-    moment_dtype = torch.promote_types(param.dtype, torch.float32)
-    second = any(r.second_moment for r in rules)
-
-    def add(key: str, dtype: torch.dtype) -> None:
-        if key not in state:
-            state[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-
     if STEP not in state:
         state[STEP] = torch.zeros((), dtype=torch.float32, device=param.device)
-    add("exp_avg", moment_dtype)
-    if second:
-        add("exp_avg_sq", moment_dtype)
-    if second and amsgrad:
-        add("max_exp_avg_sq", moment_dtype)
-    if any(r.corrected for r in rules):
-        add("prev_grad", grad.dtype)
+    for key in needed(rules, amsgrad):
+        if key not in state:
+            dtype = grad.dtype if key == "prev_grad" else torch.promote_types(param.dtype, torch.float32)
+            state[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
 
 
 def restore(loaded: dict[str, Any], param: Tensor) -> dict[str, Any]:

@@ -192,7 +192,7 @@ mars_dist.unregister()
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 ours = [finder for finder in sys.meta_path if type(finder).__module__.startswith("mars_dist")]
 from deepspeed.runtime.engine import DeepSpeedEngine
-print("engine", DeepSpeedEngine._configure_zero_optimizer.__module__, vars(DeepSpeedEngine._configure_zero_optimizer))
+print("engine", DeepSpeedEngine._take_model_step.__module__, vars(DeepSpeedEngine._take_model_step))
 print("left", mars_dist.MARS in ZERO_SUPPORTED_OPTIMIZERS, hasattr(torch.optim, "MARS"), ours)
 """
     printed = python(code, tmp_path)
@@ -223,8 +223,7 @@ show(initialize())
 # ----------------------------------------------------------------------------- canary: DeepSpeed's private names
 
 DEEPSPEED = "deepspeed"
-LEANED_ON = [
-    ("runtime/zero/utils.py", "ZERO_SUPPORTED_OPTIMIZERS"),
+READ_BY_SHARDING = [
     ("utils/mixed_precision_linkage.py", "_dp_group"),
     ("runtime/zero/stage3.py", "_z3_optimizer"),
     ("runtime/zero/stage3.py", "fp16_groups"),
@@ -235,10 +234,19 @@ LEANED_ON = [
     ("runtime/zero/partition_parameters.py", "ds_tensor"),
     ("runtime/zero/partition_parameters.py", "ds_process_group"),
     ("runtime/zero/partition_parameters.py", "ds_id"),
-    ("runtime/engine.py", "_configure_zero_optimizer"),
-    ("runtime/engine.py", "super_offload"),
-    ("runtime/engine.py", "zenflow_config"),
 ]
+READ_BY_THE_GLUE = [
+    ("runtime/zero/utils.py", "ZERO_SUPPORTED_OPTIMIZERS"),
+    ("runtime/engine.py", "_do_optimizer_sanity_check"),
+    ("runtime/engine.py", "_take_model_step"),
+    ("runtime/engine.py", "_step_applied"),
+    ("runtime/engine.py", "basic_optimizer"),
+    ("runtime/engine.py", "torch_autocast_z0_gradscaler"),
+    ("runtime/zero/stage3.py", "torch_autocast_gradscaler"),
+    ("runtime/zero/stage_1_and_2.py", "torch_autocast_gradscaler"),
+    ("runtime/config.py", "_param_dict"),
+]
+LEANED_ON = READ_BY_SHARDING + READ_BY_THE_GLUE
 
 
 def assigned(source: str) -> set[str]:
@@ -256,7 +264,7 @@ def assigned(source: str) -> set[str]:
 def canary(source: str, file: str, name: str) -> None:
     assert name in assigned(source), (
         f"DeepSpeed {importlib.metadata.version(DEEPSPEED)} no longer sets {name} in deepspeed/{file}: "
-        "mars_dist/sharding/zero.py or mars_dist/integrations/deepspeed.py reads it and must be changed"
+        "mars_dist/sharding/zero.py or mars_dist/integrations/deepspeed/ reads it and must be changed"
     )
 
 
@@ -285,14 +293,16 @@ def test_the_canary_knows_every_private_name_in_use() -> None:
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     deepspeeds = {n for n in attributes | words if re.fullmatch(r"_?(ds|dp|z3|fp16|fp32|partition|hp)_\w+", n)}
-    elsewhere = {name for file, name in LEANED_ON if file in ("runtime/zero/utils.py", "runtime/engine.py")}
-    assert deepspeeds == {name for _, name in LEANED_ON} - elsewhere
+    assert deepspeeds == {name for _, name in READ_BY_SHARDING}
 
 
-def test_a_deepspeed_without_the_list_is_reported_by_name(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deepspeed_without_the_list_is_reported_by_name(
+    clean: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning: the script that imports DeepSpeed may not use MARS at all."""
     monkeypatch.setitem(sys.modules, registration.ZERO_UTILS, types.ModuleType(registration.ZERO_UTILS))
-    with pytest.raises(RuntimeError, match="has no ZERO_SUPPORTED_OPTIMIZERS.*zero_allow_untested_optimizer"):
-        mars_dist.register()
+    mars_dist.register()
+    assert re.search("has no ZERO_SUPPORTED_OPTIMIZERS.*zero_allow_untested_optimizer", caplog.text)
 
 
 # ---------------------------------------------------------------------------------------------- the import hook

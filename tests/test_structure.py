@@ -25,12 +25,35 @@ ALLOWED: dict[str, set[str]] = {
     "step": {"kernels", "maths", "sharding", "states", "config"},
     "tables": {"step", "maths", "sharding", "config", "log"},
     "optimizer": {"tables", "step", "states", "sharding", "config", "log"},
-    "integrations": {"optimizer", "tables", "step", "states", "sharding", "config", "log"},
+    "integrations": {"optimizer", "tables", "step", "states", "maths", "sharding", "config", "log"},
 }
 BELOW_THE_OPTIMIZER = {"maths", "sharding", "config", "log", "kernels", "states", "step", "tables"}
-ABOVE = {"optimizer", "integrations", "pretrain", "groups", "cli", "plan", "doctor", "bench", "checkpoint", "exact", ""}
+ABOVE = {
+    "optimizer",
+    "integrations",
+    "pretrain",
+    "groups",
+    "cli",
+    "plan",
+    "memory",
+    "doctor",
+    "bench",
+    "checkpoint",
+    "exact",
+    "",
+}
 
-FRAMEWORKS = {"deepspeed", "accelerate", "transformers", "datasets", "tiktoken", "matplotlib", "tqdm", "tensorboard"}
+FRAMEWORKS = {
+    "deepspeed",
+    "accelerate",
+    "transformers",
+    "datasets",
+    "tiktoken",
+    "matplotlib",
+    "tqdm",
+    "tensorboard",
+    "hjson",
+}
 PRETRAIN_MAY = {"transformers", "datasets", "tiktoken", "matplotlib", "tqdm", "tensorboard"}
 
 

@@ -8,7 +8,7 @@ DeepSpeed: the name when ``mars_dist`` is imported, the list when DeepSpeed is.
 
 from __future__ import annotations
 
-import functools
+import logging
 import sys
 from collections.abc import Iterable
 from types import ModuleType
@@ -17,13 +17,15 @@ from typing import Any
 import torch
 
 from mars_dist.config import Settings
+from mars_dist.integrations.deepspeed.guard import guard, unguard
 from mars_dist.integrations.import_hook import forget, when_imported
 from mars_dist.optimizer import MARS
+
+logger = logging.getLogger("mars_dist")
 
 NAMES = ("MARS", "Mars", "mars")
 ZERO_UTILS = "deepspeed.runtime.zero.utils"
 ENGINE = "deepspeed.runtime.engine"
-UNGUARDED = "_mars_dist_unguarded_configure_zero_optimizer"
 
 
 def mars_from_config(params: Iterable[Any], **kwargs: Any) -> MARS:
@@ -68,7 +70,7 @@ def register() -> None:
     for name in NAMES:
         setattr(torch.optim, name, mars_from_config)
     when_imported(ZERO_UTILS, _allow_in_zero)
-    when_imported(ENGINE, _guard_engine)
+    when_imported(ENGINE, guard)
 
 
 def unregister() -> None:
@@ -81,10 +83,7 @@ def unregister() -> None:
     supported = getattr(sys.modules.get(ZERO_UTILS), "ZERO_SUPPORTED_OPTIMIZERS", [])
     if MARS in supported:
         supported.remove(MARS)
-    engine: Any = getattr(sys.modules.get(ENGINE), "DeepSpeedEngine", None)
-    if hasattr(engine, UNGUARDED):
-        engine._configure_zero_optimizer = getattr(engine, UNGUARDED)
-        delattr(engine, UNGUARDED)
+    unguard(sys.modules.get(ENGINE))
 
 
 def _is_ours(found: Any) -> bool:
@@ -95,36 +94,12 @@ def _is_ours(found: Any) -> bool:
 def _allow_in_zero(zero_utils: ModuleType) -> None:
     """Let ZeRO take MARS without ``zero_allow_untested_optimizer``."""
     supported = getattr(zero_utils, "ZERO_SUPPORTED_OPTIMIZERS", None)
-    if supported is None:
-        raise RuntimeError(
-            f"{ZERO_UTILS} has no ZERO_SUPPORTED_OPTIMIZERS: this release of DeepSpeed differs from the tested ones "
-            '(0.19). Set "zero_allow_untested_optimizer": true in the configuration, or install a tested release.'
+    if supported is None:  # no reason to fail at the import of a script that may not use MARS
+        logger.warning(
+            "%s has no ZERO_SUPPORTED_OPTIMIZERS: this release of DeepSpeed differs from the tested ones (0.19). MARS "
+            'under ZeRO needs "zero_allow_untested_optimizer": true in the configuration then, or a tested release.',
+            ZERO_UTILS,
         )
+        return
     if MARS not in supported:
         supported.append(MARS)
-
-
-def _guard_engine(module: ModuleType) -> None:
-    """Refuse the two features that take the update away from the optimizer: MARS would be gone without a word."""
-    engine = module.DeepSpeedEngine
-    if hasattr(engine, UNGUARDED):
-        return
-    configure = engine._configure_zero_optimizer
-
-    @functools.wraps(configure)
-    def guarded(self: Any, optimizer: Any) -> Any:
-        if isinstance(optimizer, MARS):
-            taken_over_by = {
-                "zero_optimization.offload_optimizer.super_offload": self.super_offload(),
-                "zero_optimization.zenflow": self.zenflow_config() is not None,
-            }
-            for key, is_on in taken_over_by.items():
-                if is_on:
-                    raise RuntimeError(
-                        f"{key} is set: DeepSpeed would then update the weights with an Adam of its own and never call "
-                        f'MARS. Remove {key} from the configuration (plain "offload_optimizer" works with MARS).'
-                    )
-        return configure(self, optimizer)
-
-    setattr(engine, UNGUARDED, configure)
-    engine._configure_zero_optimizer = guarded

@@ -1,0 +1,135 @@
+"""The guard: an engine in which MARS does not make every update raises; keys are refused or warned about."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mars_dist
+from mars_dist.integrations.deepspeed.features import lookup, refused, stage_of, unknown, warned
+from mars_dist.integrations.deepspeed.guard import _check_swap_buffers
+from tests import guard_cases, nets
+from tests.compatibility.row import BASE
+from tests.ranks import RankError, RankPool
+from tests.zero_cases import ZeroCase
+
+pytestmark = pytest.mark.timeout(180)
+TENSORS = nets.MATRICES + nets.VECTORS
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def raised(pool: RankPool, case: ZeroCase, take_over: Any) -> str:
+    with pytest.raises(RankError, match="something else updates the weights in place of MARS") as error:
+        pool.run(guard_cases.train, case, take_over)
+    found = re.findall(r"MARS updated \d+ tensors in step \d+ of the DeepSpeed engine, which has \d+", str(error.value))
+    assert len(found) >= pool.world_size, "every rank must raise"
+    return found[0]
+
+
+@pytest.mark.parametrize("case", [ZeroCase(s, d, params=BASE) for s in (0, 1, 2, 3) for d in ("fp32", "bf16")], ids=str)
+def test_an_ordinary_engine_updates_every_tensor_once_in_each_step(pool: RankPool, case: ZeroCase) -> None:
+    dry_run = TENSORS * ((case.stage, case.dtype) == (0, "bf16"))  # the wrapper's step at construction
+    assert pool.run(guard_cases.train, case, guard_cases.nothing) == [(2 * TENSORS + dry_run, 2)] * 2
+
+
+@STAGES
+def test_a_feature_that_takes_the_whole_update(pool: RankPool, stage: int) -> None:
+    told = raised(pool, ZeroCase(stage, params=BASE), guard_cases.everything)
+    assert told == f"MARS updated 0 tensors in step 1 of the DeepSpeed engine, which has {TENSORS}"
+
+
+@STAGES
+def test_a_feature_that_takes_a_part_of_it(pool: RankPool, stage: int) -> None:
+    """Built by name there are two flats, the matrices' first."""
+    told = raised(pool, ZeroCase(stage, params=BASE), guard_cases.one_group)
+    assert told == f"MARS updated {nets.MATRICES} tensors in step 1 of the DeepSpeed engine, which has {TENSORS}"
+
+
+@STAGES
+def test_a_feature_that_takes_it_after_some_steps(pool: RankPool, stage: int) -> None:
+    told = raised(pool, ZeroCase(stage, params=BASE), guard_cases.later)
+    assert told == f"MARS updated 0 tensors in step 4 of the DeepSpeed engine, which has {TENSORS}"
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_plug_in_that_steps_twice(pool: RankPool, stage: int) -> None:
+    told = raised(pool, ZeroCase(stage, params=BASE), guard_cases.twice)
+    assert told == f"MARS updated {2 * TENSORS} tensors in step 1 of the DeepSpeed engine, which has {TENSORS}"
+
+
+def test_only_the_first_rank_warns(pool: RankPool) -> None:
+    case = ZeroCase(2, params=BASE, extra={"some_new_key": {"enabled": True}})
+    first, second = pool.run(guard_cases.start, case)
+    assert "some_new_key.enabled = True: mars_dist was not tested with this key" in first and second == []
+
+
+def test_a_refused_key_raises_at_every_stage(pool: RankPool) -> None:
+    case = ZeroCase(3, params=BASE, zero={"offload_optimizer": {"device": "cpu", "super_offload": True}})
+    with pytest.raises(RankError, match="offload_optimizer.super_offload = True: DeepSpeed would update") as error:
+        pool.run(guard_cases.start, case)
+    assert str(error.value).count("RuntimeError: MARS: zero_opt") == 2
+
+
+# ------------------------------------------------------------------------------------------------------ without ranks
+
+
+def mars(shapes: list[tuple[int, ...]], **kwargs: Any) -> mars_dist.MARS:
+    return mars_dist.MARS([torch.zeros(shape, requires_grad=True) for shape in shapes], **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "needed"),
+    [
+        (mars([(2, 2), (2,)]), 5),
+        (mars([(2, 2), (2,)], amsgrad=True), 6),
+        (mars([(2, 2)], mars_type="mars-lion"), 4),
+        (mars([(2,)], mars_type="mars-lion"), 4),
+        (mars([(2, 2), (2,)], mars_type="mars-lion"), 5),  # one flat of both needs the states of both
+    ],
+)
+def test_too_few_buffers_for_nvme(optimizer: mars_dist.MARS, needed: int) -> None:
+    def config(**more: Any) -> dict[str, Any]:
+        return {"zero_optimization": {"offload_optimizer": {"device": "nvme", **more}}}
+
+    _check_swap_buffers(config(buffer_count=needed), optimizer)
+    with pytest.raises(
+        RuntimeError, match=rf"buffer_count = {needed - 1}: .* needs {needed} .*buffer_count.: {needed}"
+    ):
+        _check_swap_buffers(config(buffer_count=needed - 1), optimizer)
+    if needed > 4:
+        with pytest.raises(RuntimeError, match=f"buffer_count = 4: .* needs {needed}"):
+            _check_swap_buffers(config(), optimizer)
+    _check_swap_buffers({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, optimizer)
+
+
+def test_looking_keys_up() -> None:
+    config = {"a": {"b": {"c": 0}}, "lr": "auto", "none": None}
+    assert (lookup(config, "a.b.c", 5), lookup(config, "a.x.c", 5), lookup(config, "a.b.c.d", 5)) == (0, 5, 5)
+    assert (lookup(config, "lr", 1), lookup(config, "none", 2)) == (1, 2)
+    assert (stage_of({}), stage_of({"zero_optimization": {"stage": 3}}), stage_of({"zero_optimization": True})) == (
+        0,
+        3,
+        1,
+    )
+
+
+def test_keys_that_are_off_say_nothing() -> None:
+    off = {
+        "fp16": {"enabled": False},
+        "zero_optimization": {"stage": 2, "zenflow": None, "offload_optimizer": {"device": "cpu", "ratio": 1.0}},
+        "some_new_key": {"enabled": False, "level": None, "more": "auto"},
+        "tensor_parallel": {"autotp_size": 1},
+    }
+    assert [*refused(off)] == [*warned(off)] == []
+    assert "some_new_key" not in " ".join(unknown(off))
