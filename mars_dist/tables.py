@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import weakref
 from collections import Counter
@@ -42,7 +43,7 @@ class Tables:
     def forget(self) -> None:
         """Find every layout anew: the groups or the settings have changed."""
         self._layouts: dict[int, tuple[weakref.ref[Tensor], Layout]] = {}
-        self._rules: dict[tuple[int, str], tuple[str, bool]] = {}
+        self._rules: dict[tuple[int, str], tuple[str, tuple[int, ...]]] = {}
         self._logged = False
         self._trainable: int | None = None  # how many tensors will be stepped in all, once it is known
 
@@ -86,7 +87,7 @@ class Tables:
         _refuse_what_needs_whole_tensors(layout, rules, settings)
         self._layouts[id(p)] = (weakref.ref(p), layout)
         for segment, rule in zip(layout.segments, rules, strict=True):
-            self._rules[group[GROUP_ID], segment.name] = (rule.label, len(segment.shape) == 2)
+            self._rules[group[GROUP_ID], segment.name] = (rule.label, segment.shape)
         if not self._logged:
             if self._trainable is None:
                 groups = (trainable_only(self._constructed_with(number)) for number in self.originals)
@@ -114,10 +115,18 @@ class Tables:
         plain = counts.pop("AdamW", 0)
         parts = []
         for label, n in counts.items():
-            all_matrices = all(is_matrix for rule, is_matrix in self._rules.values() if rule == label)
+            all_matrices = all(len(shape) == 2 for rule, shape in self._rules.values() if rule == label)
             parts.append(f"{label} on {n} {'matrices' if all_matrices else 'tensors'}")
         parts += [f"AdamW on {plain} other tensors"] if plain else []
         logger.info("%s (%s)", ", ".join(parts), ", ".join(sorted(self.engines())))
+        total = sum(math.prod(shape) for _, shape in self._rules.values())
+        larger = sum(math.prod(s) for label, s in self._rules.values() if label == "AdamW" and len(s) > 2)
+        if 2 * larger > total:
+            logger.warning(
+                "plain AdamW trains %.0f %% of all elements, in tensors of 3 and more dimensions (experts, "
+                "convolutions): matrix_ndim=(2, 3, 4) or a group with use_mars=True gives them the MARS rule",
+                100.0 * larger / total,
+            )
 
 
 def _check_over_ranks(

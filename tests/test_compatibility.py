@@ -55,5 +55,6 @@ def test_row(pools: dict[int, RankPool], row: Row, case: ZeroCase, size: int) ->
     if case.construct == "groups":
         first, second = group_names(nets.build(case.net))
         groups = [{"names": first}, {"names": second, **SECOND_SETTINGS}]
-    assert furthest(replayed(results[0], case, groups=groups), results[0]["end"]) < TOLERANCE
+    expected = row.replay(results[0], case) if row.replay else replayed(results[0], case, groups=groups)
+    assert furthest(expected, results[0]["end"]) < TOLERANCE
     moved(results[0])

@@ -43,18 +43,9 @@ ABOVE = {
     "",
 }
 
-FRAMEWORKS = {
-    "deepspeed",
-    "accelerate",
-    "transformers",
-    "datasets",
-    "tiktoken",
-    "matplotlib",
-    "tqdm",
-    "tensorboard",
-    "hjson",
-}
-PRETRAIN_MAY = {"transformers", "datasets", "tiktoken", "matplotlib", "tqdm", "tensorboard"}
+PRETRAIN_MAY = {"transformers", "datasets", "pyarrow", "tiktoken", "pydantic", "yaml"}
+PRETRAIN_MAY |= {"matplotlib", "tqdm", "tensorboard", "wandb"}
+FRAMEWORKS = PRETRAIN_MAY | {"deepspeed", "hjson", "accelerate"}
 
 
 def part(path: Path) -> str:

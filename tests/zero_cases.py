@@ -60,7 +60,7 @@ def config(case: ZeroCase) -> dict[str, Any]:
         if case.construct not in ("json", "groups"):
             out["zero_force_ds_cpu_optimizer"] = False
     if case.dtype == "bf16":
-        out["bf16"] = {"enabled": True}
+        out["bf16"] = {"enabled": True, **case.extra.get("bf16", {})}
     if case.construct in ("json", "groups"):
         out["optimizer"] = {"type": "MARS", "params": {**LR, **case.params}}
     return out

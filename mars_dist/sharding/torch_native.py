@@ -40,8 +40,9 @@ def refuse(name: str, param: Tensor) -> None:
 def refuse_slices(name: str, param: Tensor) -> None:
     """Tensor parallelism that keeps one rank's slice as a plain tensor (DeepSpeed AutoTP, Megatron) marks it so."""
     if getattr(param, "tensor_model_parallel", False):
+        shape = tuple(getattr(param, "ds_shape", param.shape))
         raise RuntimeError(
-            f"{name} of shape {tuple(param.shape)} is one rank's slice of a larger tensor (tensor parallelism): MARS "
+            f"{name} of shape {shape} is one rank's slice of a larger tensor (tensor parallelism): MARS "
             "would take the norm of the slice for that of the tensor. This version does not support it: set "
             'tensor_parallel.autotp_size to 1 (or remove "tensor_parallel") and shard with ZeRO instead.'
         )

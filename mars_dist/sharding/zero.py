@@ -82,7 +82,8 @@ def _stage3(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout | N
         start = min(rank * size, p.ds_numel)
         stop = min(start + size, p.ds_numel)
         segment = Segment(names.get(id(p), f"ds_id {p.ds_id}"), tuple(p.ds_shape), start, stop, offset)
-        if segment.numel and p.ds_tensor.numel() >= segment.numel:  # the weights may be swapped out (NVMe)
+        # Weights that are swapped out to NVMe leave a placeholder.
+        if segment.numel and p.ds_tensor.status.name == "AVAILABLE" and p.ds_tensor.numel() >= segment.numel:
             faults.append(_fault(flat, segment, p.ds_tensor.data.flatten()[: segment.numel], "ZeRO-3"))
         segments.append(segment)
         offset += size

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from tests import nets
 from tests.compatibility import training
 from tests.zero_cases import ZeroCase
@@ -14,7 +16,12 @@ from tests.zero_cases import ZeroCase
 BASE = {"weight_decay": 0.05, "clip": 0.1}
 NET = {"MARS-AdamW": nets.MATRICES, "AdamW": nets.VECTORS}
 
-ANSWERS = {"works": "works", "warns": "works, with a warning", "refused": "refused"}
+ANSWERS = {
+    "works": "works",
+    "warns": "works, with a warning",
+    "refused": "refused",
+    "untested": "a warning: untested",
+}
 
 
 @dataclass(frozen=True)
@@ -28,9 +35,11 @@ class Row:
         function: returns start, end and gradients (whole, by name: what REPLAY needs), rule_counts, engines, messages
             and ``active``, which must be true. ``end`` must be equal on all ranks.
         active: the name in ``training.ACTIVE`` of the proof that the engine really does what the case asks for.
-        answer: "works", "warns" (works, and a message matches ``message``) or "refused" (an error matches it).
+        answer: "works", "warns" (works, and a message matches ``message``), "refused" (an error matches it), or
+            "untested" (cannot be run here, so there are no cases; the guard warns about it).
         counts: how many tensors take which rule, on every rank.
         ranks: the numbers of ranks.
+        replay: the reference's result where it is not that of constant settings, from a result and its case.
     """
 
     section: str
@@ -44,3 +53,4 @@ class Row:
     note: str = ""
     counts: dict[str, int] = field(default_factory=lambda: dict(NET))
     ranks: tuple[int, ...] = (2, 3)
+    replay: Callable[[dict[str, Any], ZeroCase], dict[str, Tensor]] | None = None

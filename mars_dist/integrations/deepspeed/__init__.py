@@ -3,7 +3,8 @@
 DeepSpeed looks up any optimizer that is not built in as ``getattr(torch.optim, type)`` and calls it with the model's
 parameters (engine.py, ``_configure_basic_optimizer``); there is no public registry. ZeRO accepts optimizers by exact
 class from ``deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS``. Both are filled here without importing
-DeepSpeed: the name when ``mars_dist`` is imported, the list when DeepSpeed is.
+DeepSpeed: the name when torch is imported, the list when DeepSpeed is. Until then this module imports neither, nor
+anything of ours that needs torch: it runs whenever ``mars_dist`` is imported, for ``mars-dist --help`` as well.
 """
 
 from __future__ import annotations
@@ -12,18 +13,17 @@ import logging
 import sys
 from collections.abc import Iterable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from mars_dist.config import Settings
-from mars_dist.integrations.deepspeed.guard import guard, unguard
 from mars_dist.integrations.import_hook import forget, when_imported
-from mars_dist.optimizer import MARS
+
+if TYPE_CHECKING:
+    from mars_dist.optimizer import MARS
 
 logger = logging.getLogger("mars_dist")
 
 NAMES = ("MARS", "Mars", "mars")
+TORCH = "torch"
 ZERO_UTILS = "deepspeed.runtime.zero.utils"
 ENGINE = "deepspeed.runtime.engine"
 
@@ -36,6 +36,9 @@ def mars_from_config(params: Iterable[Any], **kwargs: Any) -> MARS:
     other needs (``prev_grad`` for vectors, ``exp_avg_sq`` for matrices under MARS-Lion). Groups that the caller made
     are kept as they are.
     """
+    from mars_dist.config import Settings
+    from mars_dist.optimizer import MARS
+
     params = list(params)
     if any(isinstance(p, dict) for p in params):
         return MARS(params, **kwargs)
@@ -52,6 +55,11 @@ def mars_from_config(params: Iterable[Any], **kwargs: Any) -> MARS:
     return MARS(params, **kwargs)
 
 
+def register_with_torch() -> None:
+    """``register()`` now if torch is imported already, else as soon as it is."""
+    when_imported(TORCH, lambda _: register())
+
+
 def register() -> None:
     """Make the name known to DeepSpeed. Idempotent.
 
@@ -59,6 +67,8 @@ def register() -> None:
         RuntimeError: when ``torch.optim`` already has another class under that name, which a configuration that asks
             for MARS would silently train with.
     """
+    import torch.optim
+
     for name in NAMES:
         present = getattr(torch.optim, name, None)
         if present is not None and not _is_ours(present):
@@ -70,20 +80,26 @@ def register() -> None:
     for name in NAMES:
         setattr(torch.optim, name, mars_from_config)
     when_imported(ZERO_UTILS, _allow_in_zero)
-    when_imported(ENGINE, guard)
+    when_imported(ENGINE, _guard)
 
 
 def unregister() -> None:
     """Undo ``register()``: ``torch.optim``, the import hook and DeepSpeed are as before."""
+    for name in (TORCH, ZERO_UTILS, ENGINE):
+        forget(name)
+    optim = sys.modules.get("torch.optim")
     for name in NAMES:
-        if _is_ours(getattr(torch.optim, name, None)):
-            delattr(torch.optim, name)
-    forget(ZERO_UTILS)
-    forget(ENGINE)
+        if _is_ours(getattr(optim, name, None)):
+            delattr(optim, name)
     supported = getattr(sys.modules.get(ZERO_UTILS), "ZERO_SUPPORTED_OPTIMIZERS", [])
-    if MARS in supported:
-        supported.remove(MARS)
-    unguard(sys.modules.get(ENGINE))
+    engine = sys.modules.get(ENGINE)
+    if supported or engine:
+        from mars_dist.integrations.deepspeed.guard import unguard
+        from mars_dist.optimizer import MARS
+
+        if MARS in supported:
+            supported.remove(MARS)
+        unguard(engine)
 
 
 def _is_ours(found: Any) -> bool:
@@ -101,5 +117,13 @@ def _allow_in_zero(zero_utils: ModuleType) -> None:
             ZERO_UTILS,
         )
         return
+    from mars_dist.optimizer import MARS
+
     if MARS not in supported:
         supported.append(MARS)
+
+
+def _guard(engine: ModuleType) -> None:
+    from mars_dist.integrations.deepspeed.guard import guard
+
+    guard(engine)

@@ -23,6 +23,7 @@ from mars_dist.integrations.deepspeed.features import (
     unknown,
     warned,
 )
+from mars_dist.integrations.deepspeed.nvme import too_few_buffers
 from mars_dist.maths.rules import rule_for
 from mars_dist.optimizer import KEYWORDS, MARS
 from mars_dist.states import needed
@@ -211,7 +212,7 @@ def _what_needs_whole_tensors(config: Config) -> Iterator[Finding]:
 
 def _schedule(config: Config) -> Iterator[Finding]:
     kind, params = lookup(config, "scheduler.type"), lookup(config, "scheduler.params", {})
-    lr, betas = lookup(config, "optimizer.params.lr"), lookup(config, "optimizer.params.betas")
+    lr = lookup(config, "optimizer.params.lr")
     peak = {
         "WarmupLR": ("warmup_max_lr", 0.001),
         "WarmupDecayLR": ("warmup_max_lr", 0.001),
@@ -227,14 +228,6 @@ def _schedule(config: Config) -> Iterator[Finding]:
                 f'keeps its ratio to the latter. Write the same number in both (or use "WarmupCosineLR", which '
                 "multiplies lr).",
             )
-    if kind == "OneCycle" and lookup(params, "cycle_momentum", True):
-        yield Finding(
-            "warning",
-            "scheduler.params.cycle_momentum",
-            f"= true: OneCycle moves betas[0] between {lookup(params, 'cycle_min_mom', 0.8)} and "
-            f"{lookup(params, 'cycle_max_mom', 0.9)}, whatever optimizer.params.betas = {betas!r} says, and with it "
-            'the strength of the gradient correction. Set "cycle_momentum": false to keep betas.',
-        )
 
 
 def _clipping(config: Config) -> Iterator[Finding]:
@@ -291,25 +284,20 @@ def _offload(config: Config) -> Iterator[Finding]:
             "with offload, a MARS that the script constructs is refused by DeepSpeed, and replaced by DeepSpeedCPUAdam "
             'in Accelerate and the Trainer. Set it to false, or name "MARS" in the "optimizer" block.',
         )
-    if device == "nvme" and names_mars(config):
+    if names_mars(config):
         params = _params(config)
         try:
             settings = Settings.from_dict(params)
         except (TypeError, ValueError):
             return  # said elsewhere
-        buffers = 2 + max(
+        states = max(
             len(needed([rule], params.get("amsgrad", False)))
             for shape in ((1, 1), (1,))
             for rule in [rule_for(shape, settings.mars_type, (2,), None, params.get("optimize_1d", False))]
         )
-        given = lookup(config, f"{OFFLOAD}.buffer_count", 4)
-        if isinstance(given, int) and given < buffers:
-            yield Finding(
-                "error",
-                f"{OFFLOAD}.buffer_count",
-                f"= {given!r}{'' if lookup(config, f'{OFFLOAD}.buffer_count') else ' (the default)'}: MARS swaps "
-                f'{buffers} tensors (value, gradient, {buffers - 2} states). Set "buffer_count": {buffers}.',
-            )
+        if fault := too_few_buffers(config, states):
+            key = f"{OFFLOAD}.buffer_count"
+            yield Finding("error", key, f"= {lookup(config, key, 4)!r}: {fault}")
 
 
 def _unknown_keys(config: Config) -> Iterator[Finding]:

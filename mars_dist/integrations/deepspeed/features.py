@@ -49,6 +49,7 @@ def stage_of(config: Config) -> int:
 
 ZERO = "zero_optimization"
 OFFLOAD = f"{ZERO}.offload_optimizer"
+PARAM = f"{ZERO}.offload_param"
 NOT_MARS = "DeepSpeed would update weights with an optimizer of its own and not call MARS for them. "
 
 REFUSED: tuple[Feature, ...] = (
@@ -70,6 +71,38 @@ REFUSED: tuple[Feature, ...] = (
         lambda value, config: bool(value) and stage_of(config) == 0,
     ),
     Feature(
+        "fp16.fp16_master_weights_and_grads",
+        "DeepSpeed takes it with its own CPU Adam only. Remove it: MARS steps float32 masters.",
+    ),
+    Feature(
+        "bf16.bf16_master_weights_and_grads",
+        "without bf16_optimizer_states, or with offload_optimizer, DeepSpeed takes it with its own CPU Adam only. "
+        "Remove it: MARS steps float32 masters.",
+        lambda value, config: (
+            bool(value)
+            and (
+                not lookup(config, "bf16.bf16_optimizer_states")
+                or lookup(config, f"{OFFLOAD}.device", "none") != "none"
+            )
+        ),
+    ),
+    Feature(
+        "torch_autocast.dtype",
+        "in float16 with ZeRO: DeepSpeed clips the gradients before it takes the loss scale away (they reach MARS "
+        "65536 times too small), takes another scale from the second parameter group on a step where the scale grows, "
+        'and does not lower the scale after an overflow. Use "bfloat16", or the "fp16" section with a "loss_scale".',
+        lambda value, config: (
+            bool(lookup(config, "torch_autocast.enabled"))
+            and str(value).removeprefix("torch.") in ("float16", "fp16", "half")
+            and stage_of(config) > 0
+        ),
+    ),
+    Feature(
+        f"{ZERO}.elastic_checkpoint",
+        "at stages 1 and 2 DeepSpeed writes checkpoints that it cannot load again. Remove it.",
+        lambda value, config: bool(value) and stage_of(config) in (1, 2),
+    ),
+    Feature(
         "tensor_parallel.autotp_size",
         "it hands over slices of matrices as if they were whole, and MARS would clip by the norm of a slice. Remove "
         '"tensor_parallel" and shard with ZeRO stage 3.',
@@ -84,47 +117,158 @@ WARNED: tuple[Feature, ...] = (
         'which halves them; the correction of MARS sees that twice. Prefer "bf16", or set "fp16.loss_scale".',
         lambda value, config: bool(value) and not lookup(config, "fp16.loss_scale", 0) and stage_of(config) > 0,
     ),
+    Feature(
+        "bf16.check_grad_overflow",
+        "at stages 1 and 2 one NaN or inf then reaches every weight. Remove it, or set "
+        '"skip_nonfinite": true in the optimizer\'s "params".',
+        lambda value, config: (
+            value is False and stage_of(config) in (1, 2) and not lookup(config, "optimizer.params.skip_nonfinite")
+        ),
+    ),
+    Feature(
+        "bf16.bf16_optimizer_states",
+        "MARS keeps exp_avg and exp_avg_sq in float32; masters and prev_grad are in bfloat16.",
+    ),
+    Feature(
+        "scheduler.params.cycle_momentum",
+        "OneCycle replaces betas by (0.8 to 0.9, 0.99) unless told otherwise, and with beta1 the strength of the "
+        "gradient correction. Set it to false to keep the optimizer's betas.",
+        lambda value, config: lookup(config, "scheduler.type") == "OneCycle" and value is not False,
+    ),
+    Feature(
+        f"{ZERO}.load_from_fp32_weights",
+        "loading a checkpoint then rounds the master weights to bfloat16.",
+        lambda value, config: value is False and lookup(config, "bf16.enabled", False) and stage_of(config) in (1, 2),
+    ),
+    Feature(
+        f"{OFFLOAD}.device",
+        "below ZeRO stage 3 DeepSpeed keeps the optimizer in the host's memory, nothing goes to disk.",
+        lambda value, config: value == "nvme" and stage_of(config) < 3,
+    ),
+    Feature(
+        f"{OFFLOAD}.device",
+        "DeepSpeed cannot restore the optimizer from a checkpoint then: a run that stops cannot be resumed.",
+        lambda value, config: value == "nvme" and stage_of(config) == 3,
+    ),
     Feature(f"{ZERO}.zero_quantized_weights", "its CUDA kernels were not run in the tests of mars_dist."),
     Feature(f"{ZERO}.zero_quantized_gradients", "its CUDA kernels were not run in the tests of mars_dist."),
-    Feature(f"{ZERO}.zero_quantized_nontrainable_weights", "its CUDA kernels were not run in the tests of mars_dist."),
     Feature("compile.deepcompile", "it needs a GPU and was not run in the tests of mars_dist."),
     Feature("hybrid_engine.enabled", "it was not run in the tests of mars_dist."),
     Feature(
         "expert_parallel",
-        "(AutoEP) it was not run in the tests of mars_dist.",
-        lambda value, config: isinstance(value, Mapping) and bool(value.get("enabled", True)),
+        "the experts of a layer become one tensor with three dimensions, which takes plain AdamW by default.",
+        lambda value, config: isinstance(value, Mapping) and lookup(config, "expert_parallel.autoep_size", 1) > 1,
     ),
 )
 
 # Keys that rows of tests/compatibility turn on; a test holds the two equal.
 TESTED: frozenset[str] = frozenset(
     {
+        "activation_checkpointing",
+        "aio",
+        "bf16.bf16_master_weights_and_grads",
+        "bf16.bf16_optimizer_states",
+        "bf16.check_grad_overflow",
         "bf16.enabled",
+        "bf16.immediate_grad_update",
+        "communication_data_type",
+        "data_parallel_size",
+        "data_types.buffer_dtype",
+        "data_types.grad_accum_dtype",
+        "data_types.keep_in_fp32_modules",
+        "data_types.param_dtype",
+        "expert_parallel",
+        "fp16.auto_cast",
+        "fp16.consecutive_hysteresis",
+        "fp16.enabled",
+        "fp16.hysteresis",
+        "fp16.initial_scale_power",
+        "fp16.loss_scale",
+        "fp16.loss_scale_window",
+        "fp16.min_loss_scale",
         "gradient_accumulation_steps",
         "gradient_clipping",
+        "gradient_allreduce_op",
+        "gradient_predivide_factor",
+        "managed_gradient_accumulation",
+        "optimizer.legacy_fusion",
+        "prescale_gradients",
+        "scheduler",
+        "scheduler.params.cycle_momentum",
+        "seq_parallel_communication_data_type",
+        "sequence_parallel_size",
+        "torch_autocast.dtype",
+        "torch_autocast.enabled",
+        "torch_autocast.lower_precision_safe_modules",
+        "use_data_before_expert_parallelism",
+        "zero_force_ds_cpu_optimizer",
+        f"{ZERO}.allgather_bucket_size",
+        f"{ZERO}.compute_grad_norm",
+        f"{ZERO}.contiguous_gradients",
+        f"{ZERO}.cpu_offload",
+        f"{ZERO}.cpu_offload_param",
+        f"{ZERO}.cpu_offload_use_pin_memory",
+        f"{ZERO}.ignore_unused_parameters",
+        f"{ZERO}.leaf_module",
+        f"{ZERO}.load_from_fp32_weights",
+        f"{ZERO}.memory_efficient_linear",
         f"{OFFLOAD}.buffer_count",
         f"{OFFLOAD}.device",
+        f"{OFFLOAD}.fast_init",
         f"{OFFLOAD}.nvme_path",
+        f"{OFFLOAD}.pin_memory",
+        f"{OFFLOAD}.pipeline_read",
+        f"{OFFLOAD}.pipeline_write",
+        f"{PARAM}.buffer_count",
+        f"{PARAM}.buffer_size",
+        f"{PARAM}.device",
+        f"{PARAM}.max_in_cpu",
+        f"{PARAM}.nvme_path",
+        f"{PARAM}.pin_memory",
+        f"{ZERO}.overlap_comm",
+        f"{ZERO}.override_module_apply",
+        f"{ZERO}.parameter_alignment",
         f"{ZERO}.reduce_bucket_size",
+        f"{ZERO}.reduce_scatter",
         f"{ZERO}.round_robin_gradients",
+        f"{ZERO}.stage3_allgather_sequential",
+        f"{ZERO}.stage3_max_live_parameters",
+        f"{ZERO}.stage3_max_reuse_distance",
+        f"{ZERO}.stage3_model_persistence_threshold",
+        f"{ZERO}.stage3_module_granularity_threshold",
+        f"{ZERO}.stage3_param_persistence_threshold",
+        f"{ZERO}.stage3_prefetch_bucket_size",
+        f"{ZERO}.stage3_use_all_reduce_for_fetch_params",
         f"{ZERO}.stage",
+        f"{ZERO}.sub_group_size",
+        f"{ZERO}.use_multi_rank_bucket_allreduce",
+        f"{ZERO}.zero_hpz_partition_size",
+        f"{ZERO}.zero_quantized_gradients",
+        f"{ZERO}.zero_quantized_weights",
     }
 )
+
+# These act with compile.deepcompile alone, which is warned about (autoep_non_moe: torch.compile).
+COMPILE = (
+    "autoep_non_moe debug_log double_buffer free_activation free_activation_threshold keep_all_input_tensors "
+    "keep_int_input_tensors offload_activation offload_activation_pin_memory offload_opt_states offload_parameters "
+    "passes symmetric_memory sync_after_allgather sync_after_reduce sync_before_allgather sync_before_reduce"
+).split()
 
 # Keys and whole sections that change neither what reaches the optimizer nor what becomes of its result: batch sizes,
 # data, logging, files. The optimizer and scheduler blocks are the checker's.
 NEUTRAL: frozenset[str] = frozenset(
     {
-        "activation_checkpointing",
-        "aio",
         "autotuning",
         "checkpoint",
+        *(f"compile.{key}" for key in COMPILE),
         "comms_logger",
         "csv_monitor",
         "comet",
         "data_efficiency",
         "dataloader_drop_last",
         "datastates_ckpt",
+        "disable_allgather",
         "disable_python_gc",
         "dump_state",
         "elasticity",
@@ -133,7 +277,6 @@ NEUTRAL: frozenset[str] = frozenset(
         "memory_breakdown",
         "optimizer.params",
         "optimizer.type",
-        "scheduler",
         "steps_per_print",
         "tensorboard",
         "timers",
@@ -143,12 +286,16 @@ NEUTRAL: frozenset[str] = frozenset(
         "wall_clock_breakdown",
         "wandb",
         "zero_allow_untested_optimizer",
+        f"{OFFLOAD}.cpuadam_cores_perc",
+        f"{ZERO}.allgather_partitions",
         f"{ZERO}.enable_sanity_checks",
+        f"{ZERO}.legacy_stage1",  # DeepSpeed has it no more and says so
         f"{ZERO}.log_trace_cache_warnings",
         f"{ZERO}.pipeline_loading_checkpoint",
         f"{ZERO}.save_muon_momentum_buffer_in_memory",
         f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
         f"{ZERO}.stage3_gather_fp16_weights_on_model_save",
+        f"{ZERO}.zero_quantized_nontrainable_weights",  # parallel.py refuses it where weights are frozen
     }
 )
 

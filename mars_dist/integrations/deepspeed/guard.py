@@ -13,7 +13,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from mars_dist.integrations.deepspeed import nvme
 from mars_dist.integrations.deepspeed.features import OFFLOAD, lookup, refused, unknown, warned
+from mars_dist.integrations.deepspeed.parallel import faults
 from mars_dist.optimizer import MARS
 from mars_dist.sharding.locate import trainable_only
 
@@ -55,7 +57,12 @@ def _when_it_takes_the_optimizer(original: Callable[..., Any], engine: Any, opti
         config = engine._config._param_dict
         for feature in refused(config):
             raise RuntimeError(f"MARS: {feature.key} = {lookup(config, feature.key)!r}: {feature.reason}")
-        _check_swap_buffers(config, optimizer)
+        fault = nvme.too_few_buffers(config, optimizer.most_states())
+        if fault:
+            given = lookup(config, f"{OFFLOAD}.buffer_count", 4)
+            raise RuntimeError(f"MARS: {OFFLOAD}.buffer_count = {given}: {fault}")
+        for fault in faults(engine, optimizer):
+            raise RuntimeError(f"MARS: {fault}")
         if engine.global_rank == 0:
             for feature in warned(config):
                 logger.warning("%s = %r: %s", feature.key, lookup(config, feature.key), feature.reason)
@@ -67,16 +74,22 @@ def _when_it_takes_the_optimizer(original: Callable[..., Any], engine: Any, opti
     return original(engine, optimizer)
 
 
-def _check_swap_buffers(config: Any, optimizer: MARS) -> None:
-    if lookup(config, f"{OFFLOAD}.device") != "nvme":
-        return
-    key, given = f"{OFFLOAD}.buffer_count", lookup(config, f"{OFFLOAD}.buffer_count", 4)
-    needed = 2 + optimizer.most_states()
-    if given < needed:
-        raise RuntimeError(
-            f"MARS: {key} = {given}: swapping to NVMe needs {needed} buffers here (value, gradient and "
-            f'{needed - 2} states of a tensor). Set "buffer_count": {needed} in "offload_optimizer".'
-        )
+def _when_zero_is_made(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
+    """Stands around ``DeepSpeedEngine._configure_zero_optimizer``."""
+    made = original(engine, optimizer)
+    if isinstance(optimizer, MARS):
+        fault = nvme.misplaced_gradient(made, engine._config._param_dict)
+        if fault:
+            raise RuntimeError(f"MARS: {fault}")
+    return made
+
+
+def _when_it_loads(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands before ``DeepSpeedEngine.load_checkpoint``."""
+    ours = isinstance(engine.basic_optimizer, MARS) and nvme.is_on(engine._config._param_dict)
+    if ours and not kwargs.get("load_module_only", False):
+        raise RuntimeError(f"MARS: {nvme.NO_LOADING}")
+    return original(engine, *args, **kwargs)
 
 
 def _when_it_steps(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,5 +126,7 @@ def _scales_gradients(engine: Any) -> bool:
 
 WATCHED: dict[str, Callable[..., Any]] = {
     "_do_optimizer_sanity_check": _when_it_takes_the_optimizer,
+    "_configure_zero_optimizer": _when_zero_is_made,
     "_take_model_step": _when_it_steps,
+    "load_checkpoint": _when_it_loads,
 }

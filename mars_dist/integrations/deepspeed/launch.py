@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,6 +42,20 @@ def prepare_deepspeed(run_dir: Path) -> None:
 
     # `init_distributed` would compile this op on a CPU (minutes); gloo does its work without it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def initialize(**arguments: Any) -> Any:
+    """``deepspeed.initialize``, imported when it is called."""
+    import deepspeed
+
+    return deepspeed.initialize(**arguments)
+
+
+def whole_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
+    """The parameters by name, in float32, of a ZeRO checkpoint. DeepSpeed unpickles files: only your own."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    return dict(get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag))
 
 
 def launcher_arguments(batch: int) -> list[str]:
