@@ -20,7 +20,9 @@ def version() -> str:
 DEEPSPEED = ["deepspeed>=0.19.8,<0.20"]
 HF = ["transformers>=5.24,<5.25", "accelerate>=1.15,<1.16"]
 TRAIN = [HF[0], "datasets>=4.0", "tiktoken>=0.9", "matplotlib>=3.8", "tqdm>=4.66", "tensorboard>=2.16"]
+TRAIN += ["pydantic>=2.11,<3", "PyYAML>=6.0", "pyarrow>=15"]  # recipes
 TEST = ["pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5"]
+TEST += ["peft>=0.21,<0.22"]
 
 setup(
     name="mars-dist",
@@ -32,7 +34,8 @@ setup(
     license_files=["LICENSE", "NOTICE"],
     python_requires=">=3.11",
     packages=find_packages(include=["mars_dist", "mars_dist.*"]),
-    package_data={"mars_dist": ["py.typed"], "mars_dist.pretrain": ["assets/*"]},
+    package_data={"mars_dist": ["py.typed"], "mars_dist.pretrain": ["assets/*", "recipes/*.yaml"]},
+    entry_points={"console_scripts": ["mars-dist = mars_dist.cli:main"]},
     # torch: `torch.load(weights_only=True)` is only safe from 2.10 on. No upper bound, and no CPU pin: whoever has a
     # GPU must get the CUDA build that pip finds for it. launch/constraints-cpu.txt is for machines without one.
     install_requires=["torch>=2.10", "numpy>=1.26"],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from mars_dist.pretrain.shards import DataError
 from mars_dist.pretrain.tokenizer import ASSETS, END_OF_TEXT_ID, read_asset
 
 if TYPE_CHECKING:
@@ -17,6 +18,14 @@ TEXT_FILE = ASSETS / "shakespeare.txt.xz"
 TEXT_SHA256 = "2547dec46341a194b3009ef12559073ad3433e2432ddebeb289f7292a9d723f2"
 
 Tokens = npt.NDArray[np.uint16]
+
+
+class TokenSequence(Protocol):
+    """What training reads: an array of tokens, or `shards.Shards`, which holds none of them in memory."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, where: slice, /) -> Any: ...
 
 
 def shakespeare() -> list[str]:
@@ -57,30 +66,67 @@ class Blocks:
     Sequence i of the run (i = step * batch + position in the batch) is the same for every number of ranks: each
     epoch is one permutation of all blocks, drawn from (seed, epoch), and a step's batch is split over the ranks in
     contiguous pieces. So there is no state to save: a run continues at any step, on any world size.
+
+    The permutation of the current epoch is kept, 4 bytes per block: 35 MB per rank for 9 B tokens in sequences of
+    1,024. That buys an order that is really uniform and a look-up that costs nothing.
+
+    overlap: tokens of the next block that a sequence also has, at its end. With 1, the model reads the first `length`
+    and predicts the last `length`, so that no token but the first of the text goes without being predicted.
+
+    vocabulary: number of ids that the model knows. A token that is not below it is a DataError when it is read,
+    rather than an assertion on the GPU; None: not looked at.
     """
 
-    def __init__(self, tokens: Tokens, length: int, seed: int) -> None:
-        self.tokens, self.length, self.seed = tokens, length, seed
-        self.count = len(tokens) // length
+    def __init__(
+        self, tokens: TokenSequence, length: int, seed: int, vocabulary: int | None = None, overlap: int = 0
+    ) -> None:
+        self.tokens, self.length, self.seed, self.vocabulary, self.overlap = tokens, length, seed, vocabulary, overlap
+        self.count = max(0, len(tokens) - overlap) // length
         if self.count == 0:
-            raise ValueError(f"the text has {len(tokens)} tokens, fewer than one sequence of {length}: give more text")
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+            raise DataError(
+                f"the text has {len(tokens)} tokens, fewer than one sequence of {length + overlap}: give more text"
+            )
+        self._epoch, self._order = -1, np.empty(0, dtype=np.uint32)
 
     def index(self, i: int) -> int:
         """Which block is the run's i-th sequence."""
         epoch, position = divmod(i, self.count)
         if epoch != self._epoch:  # a cache: one permutation is kept
-            self._epoch, self._order = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.count)
+            self._epoch, self._order = epoch, self._shuffled(epoch)
         return int(self._order[position])
 
+    def _shuffled(self, epoch: int) -> npt.NDArray[np.uint32]:
+        """The same order as `Generator.permutation(count)` gives, in half the memory."""
+        if self.count >= 2**32:
+            raise DataError(f"{self.count:,} sequences of {self.length} are more than 2**32; take longer sequences")
+        order = np.arange(self.count, dtype=np.uint32)
+        np.random.default_rng((self.seed, epoch)).shuffle(order)
+        return order
+
     def batch(self, step: int, batch: int, rank: int = 0, world_size: int = 1) -> npt.NDArray[np.int64]:
-        """This rank's share of the global batch of `batch` sequences at `step` (from 0): (batch/world_size, length)."""
+        """This rank's share of the global batch of `batch` sequences at `step` (from 0).
+
+        Its shape is (batch / world_size, length + overlap).
+
+        Raises DataError if the batch does not divide over the ranks or a token is outside the vocabulary.
+        """
         if batch % world_size:
             fitting = [n for n in range(1, batch + 1) if batch % n == 0]
-            raise ValueError(
+            raise DataError(
                 f"a batch of {batch} sequences does not divide over {world_size} ranks; take one of {fitting}"
             )
         share = batch // world_size
         first = step * batch + rank * share
         starts = [self.index(i) * self.length for i in range(first, first + share)]
-        return np.stack([self.tokens[s : s + self.length] for s in starts]).astype(np.int64)
+        out = np.empty((share, self.length + self.overlap), dtype=np.int64)
+        for sequence, start in zip(out, starts, strict=True):
+            sequence[:] = self.tokens[start : start + len(sequence)]
+        if self.vocabulary is not None and share and int(out.max()) >= self.vocabulary:
+            row, column = (int(k) for k in np.unravel_index(int(out.argmax()), out.shape))
+            place = starts[row] + column
+            where = getattr(self.tokens, "locate", lambda i: f"token {i:,} of the text")(place)
+            raise DataError(
+                f"{where} is {out[row, column]}, outside the vocabulary of {self.vocabulary}: the data was made with "
+                "another tokenizer or dtype, or is damaged"
+            )
+        return out
