@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import mars_dist
+from mars_dist.integrations.deepspeed import nvme
 from mars_dist.integrations.deepspeed.features import lookup, refused, stage_of, unknown, warned
-from mars_dist.integrations.deepspeed.guard import _check_swap_buffers
 from tests import guard_cases, nets
 from tests.compatibility.row import BASE
 from tests.ranks import RankError, RankPool
@@ -99,18 +99,20 @@ def mars(shapes: list[tuple[int, ...]], **kwargs: Any) -> mars_dist.MARS:
     ],
 )
 def test_too_few_buffers_for_nvme(optimizer: mars_dist.MARS, needed: int) -> None:
-    def config(**more: Any) -> dict[str, Any]:
-        return {"zero_optimization": {"offload_optimizer": {"device": "nvme", **more}}}
+    def told(stage: int = 3, device: str = "nvme", **more: Any) -> str:
+        config = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": device, **more}}}
+        return nvme.too_few_buffers(config, optimizer.most_states())
 
-    _check_swap_buffers(config(buffer_count=needed), optimizer)
-    with pytest.raises(
-        RuntimeError, match=rf"buffer_count = {needed - 1}: .* needs {needed} .*buffer_count.: {needed}"
-    ):
-        _check_swap_buffers(config(buffer_count=needed - 1), optimizer)
-    if needed > 4:
-        with pytest.raises(RuntimeError, match=f"buffer_count = 4: .* needs {needed}"):
-            _check_swap_buffers(config(), optimizer)
-    _check_swap_buffers({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, optimizer)
+    assert told(buffer_count=needed) == ""
+    assert f"needs {needed} buffers here" in told(buffer_count=needed - 1)
+    assert f'Set "buffer_count": {needed}' in told(buffer_count=needed - 1)
+    assert bool(told()) == (needed > 4), "DeepSpeed's default is 4"
+    # Each pipeline reads or writes one tensor ahead.
+    assert told(buffer_count=2 * needed, pipeline_read=True) == ""
+    assert f'Set "buffer_count": {2 * needed}' in told(buffer_count=2 * needed - 1, pipeline_write=True)
+    assert f'Set "buffer_count": {3 * needed}' in told(buffer_count=needed, pipeline_read=True, pipeline_write=True)
+    # Nothing is swapped there.
+    assert told(stage=2, buffer_count=1) == told(device="cpu", buffer_count=1) == ""
 
 
 def test_looking_keys_up() -> None:

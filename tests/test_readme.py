@@ -68,7 +68,7 @@ def test_the_loop_of_your_own_runs() -> None:
 
 
 def test_links_and_files_exist() -> None:
-    targets = [t for t in re.findall(r"\]\(([^)]+)\)", README) if not t.startswith("http")]
+    targets = [t.split("#")[0] for t in re.findall(r"\]\(([^)]+)\)", README) if not t.startswith("http")]
     assert targets
     named = re.findall(r"`((?:launch|examples|tests|ds_configs|mars_dist)/[\w./]+)`", README)
     assert [t for t in [*targets, *named] if not (ROOT / t).exists()] == []

@@ -291,9 +291,9 @@ def _offload(config: Config) -> Iterator[Finding]:
         except (TypeError, ValueError):
             return  # said elsewhere
         states = max(
-            len(needed([rule], params.get("amsgrad", False)))
+            len(needed([rule], params.get("amsgrad") is True))
             for shape in ((1, 1), (1,))
-            for rule in [rule_for(shape, settings.mars_type, (2,), None, params.get("optimize_1d", False))]
+            for rule in [rule_for(shape, settings.mars_type, (2,), None, params.get("optimize_1d") is True)]
         )
         if fault := too_few_buffers(config, states):
             key = f"{OFFLOAD}.buffer_count"

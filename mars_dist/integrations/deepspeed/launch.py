@@ -1,14 +1,13 @@
 """What DeepSpeed needs to be told before it starts: the device, the ranks, and on a CPU which op not to build.
 
-python -m mars_dist.integrations.deepspeed.launch --config ds_config.json
+python -m mars_dist.integrations.deepspeed.launch --batch 16
 
-prints the device (for DS_ACCELERATOR) and the `deepspeed` launcher's arguments.
+prints the device (for DS_ACCELERATOR), the number of ranks and the `deepspeed` launcher's arguments.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import sys
@@ -79,7 +78,9 @@ def launcher_arguments(batch: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="print device and deepspeed arguments for this machine")
-    parser.add_argument("--config", type=Path, required=True, help="DeepSpeed configuration with train_batch_size")
-    batch = json.loads(parser.parse_args().config.read_text())["train_batch_size"]
-    print("cuda" if use_gpu() else "cpu", *launcher_arguments(batch))
+    parser = argparse.ArgumentParser(description="print device, number of ranks and deepspeed arguments to use here")
+    parser.add_argument("--batch", type=int, required=True, help="sequences of the global batch: ranks divide it")
+    arguments = launcher_arguments(parser.parse_args().batch)
+    where = arguments[1]  # "localhost:0,1" or a number
+    ranks = where.count(",") + 1 if ":" in where else int(where)
+    print("cuda" if use_gpu() else "cpu", ranks, *arguments)

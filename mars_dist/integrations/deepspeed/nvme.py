@@ -51,13 +51,14 @@ def misplaced_gradient(zero_optimizer: Any, config: Mapping[str, Any]) -> str:
         offset = 0
         for p in members:
             n = p.partition_numel()
-            if n * size >= swapper.min_aio_bytes and offset * size % SECTOR:
+            swapped = n * size >= swapper.min_aio_bytes
+            if swapped and offset * size % SECTOR:
                 return (
                     f"{OFFLOAD}.device = 'nvme': the gradient of a tensor of shape {tuple(p.ds_shape)} would be read "
                     f"to a place that is not a multiple of {SECTOR} bytes, where DeepSpeed's async_io leaves wrong "
                     'numbers and reports success. Set "sub_group_size": 1 in "zero_optimization".'
                 )
-            if fast and (offset * size % SECTOR or n * size % SECTOR):
+            if swapped and fast and n * size % SECTOR:
                 return (
                     f"{OFFLOAD}.fast_init = True: a tensor of shape {tuple(p.ds_shape)} has {n * size} bytes on each "
                     f'rank, not a multiple of {SECTOR}, and is not initialised. Remove "fast_init".'
