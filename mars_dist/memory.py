@@ -175,17 +175,20 @@ def gpt2_shapes(size: str, vocabulary: int = 50304, positions: int = 1024) -> li
 
 def table() -> str:
     """What the configurations of ds_configs/ keep, in GB of 10^9 bytes, as Markdown."""
-    heads = ["", *(f.name for f in fields(Memory)), "GPU (8 ranks)", "host", "GPU (32 ranks)", "host"]
+    places = ["GPU (8 ranks)", "host", "disk", "GPU (32 ranks)", "host", "disk"]
+    heads = ["", *(f.name for f in fields(Memory)), *places]
     lines = [heads, ["---"] * len(heads)]
     rows = [(size, stage, "none") for size in SIZES if size != "tiny" for stage in (1, 2, 3)]
-    for size, stage, offload in [*rows, ("large", 2, "cpu"), ("xl", 2, "cpu"), ("xl", 3, "cpu")]:
+    more = [("large", 2, "cpu"), ("xl", 2, "cpu"), ("xl", 3, "cpu"), ("xl", 3, "nvme")]
+    for size, stage, offload in [*rows, *more]:
         at8, at32 = (
             zero_memory(gpt2_shapes(size), stage, ranks, float32_sums=True, offload=offload) for ranks in (8, 32)
         )
-        both = at8.device + at8.host
+        both = at8.device + at8.host + at8.nvme
         numbers = [getattr(both, f.name) for f in fields(both)]
-        numbers += [at8.device.total, at8.host.total, at32.device.total, at32.host.total]
-        name = f"{size}, ZeRO-{stage}" + (", CPU offload" if offload == "cpu" else "")
+        for plan in (at8, at32):
+            numbers += [plan.device.total, plan.host.total, plan.nvme.total]
+        name = f"{size}, ZeRO-{stage}" + {"none": "", "cpu": ", CPU offload", "nvme": ", NVMe"}[offload]
         lines.append([name, *(f"{n / 1e9:.2f}" if n else "" for n in numbers)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

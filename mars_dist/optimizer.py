@@ -298,6 +298,10 @@ class MARS(Optimizer):
         """Where the tensors stepped so far came from: "whole tensors", "copies", "ZeRO-1/2", "ZeRO-3"."""
         return self._tables.engines()
 
+    def tensors_with_gradient(self) -> int:
+        """How many of the parameters that the groups were constructed with have a gradient now."""
+        return self._tables.with_gradient()
+
     def most_states(self) -> int:
         """The largest number of states, without ``step``, that a tensor of a group's parameters together will have."""
         most = 0

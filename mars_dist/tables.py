@@ -99,6 +99,10 @@ class Tables:
     def _constructed_with(self, number: int) -> list[tuple[str, Tensor]]:
         return [(name, p) for name, ref in self.originals[number] if (p := ref()) is not None]
 
+    def with_gradient(self) -> int:
+        groups = (trainable_only(self._constructed_with(number)) for number in self.originals)
+        return sum(p.grad is not None for group in groups for _, p in group)
+
     def rule_counts(self) -> dict[str, int]:
         return dict(Counter(label for label, _ in self._rules.values()).most_common())
 

@@ -141,6 +141,52 @@ ONE = {
         f"{OFFLOAD}.buffer_count",
         "needs 6 buffers here",
     ),
+    "universal": ([("checkpoint", {"load_universal": True})], "error", "checkpoint.load_universal", "prev_grad would"),
+    "stage as a string": (
+        [("bf16", MISSING), ("fp16", {"enabled": True, "loss_scale": 8}), ("zero_optimization.stage", "0")],
+        "error",
+        "fp16.enabled",
+        "without ZeRO",
+    ),
+    "number as a string": (
+        [("zero_optimization.stage", 3), (OFFLOAD, {"device": "cpu", "ratio": "0.5"})],
+        "error",
+        f"{OFFLOAD}.ratio",
+        "CPU Adam only",
+    ),
+    "old name": (
+        [("bf16", MISSING), ("bfloat16", {"enabled": True, "check_grad_overflow": False})],
+        "warning",
+        "bf16.check_grad_overflow",
+        "one NaN or inf",
+    ),
+    "autocast": (
+        [("bf16", MISSING), ("torch_autocast", {"enabled": True})],
+        "warning",
+        "torch_autocast.enabled",
+        'without a "dtype"',
+    ),
+    "sequence": ([("sequence_parallel_size", 2)], "error", "sequence_parallel_size", "the mpu of Ulysses"),
+    "schedule's name": (
+        [("scheduler.type", "WarmupCosineLr")],
+        "error",
+        "scheduler.type",
+        "Did you mean 'WarmupCosineLR'",
+    ),
+    "schedule's key": ([("scheduler.Type", "WarmupLR")], "warning", "scheduler.Type", "not tested with this key"),
+    "schedule's params": ([("scheduler", {"type": "WarmupLR"})], "error", "scheduler.params", "cannot start without"),
+    "range test": (
+        [("scheduler", {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 1e-4}})],
+        "warning",
+        "scheduler.params.lr_range_test_min_lr",
+        "is where LRRangeTest takes",
+    ),
+    "no path": (
+        [("zero_optimization.stage", 3), (OFFLOAD, {"device": "nvme", "buffer_count": 5})],
+        "error",
+        f"{OFFLOAD}.nvme_path",
+        "is not given",
+    ),
     "new": ([("brand_new", {"enabled": True})], "warning", "brand_new.enabled", "not tested with this key"),
     # DeepSpeed's own checks
     "both": ([("fp16", {"enabled": True, "loss_scale": 8})], "error", "", "DeepSpeed does not accept.*simultaneously"),
@@ -150,7 +196,14 @@ ONE = {
 
 # What else is said about a fault, beside its own finding.
 ON_DISK = {f"{OFFLOAD}.device"}  # its own warning: such a run cannot be resumed
-ALSO = {"removed": {"amp.enabled"}, "params": {""}, "buffers": ON_DISK, "buffers with amsgrad": ON_DISK}
+ALSO = {
+    "no path": ON_DISK,
+    "schedule's params": {"scheduler.params.warmup_max_lr"},
+    "removed": {"amp.enabled"},
+    "params": {""},
+    "buffers": ON_DISK,
+    "buffers with amsgrad": ON_DISK,
+}
 
 
 @pytest.mark.parametrize("fault", ONE)
@@ -230,6 +283,17 @@ def test_reading(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read(path)
+
+
+def test_off_in_any_spelling_says_nothing() -> None:
+    off = changed((OFFLOAD, {"device": "cpu", "super_offload": "false"}), ("fp16", {"enabled": "false"}))
+    assert check(off) == []
+    assert check(changed((OFFLOAD, {"device": "cpu", "super_offload": True}))) == [], "DeepSpeed ignores it at stage 2"
+
+
+def test_a_huge_batch_takes_no_longer() -> None:
+    found = check(changed(("train_batch_size", 10**12 + 7), ("train_micro_batch_size_per_gpu", 2)))
+    assert [f.key for f in found] == ["train_batch_size"]
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mars_dist.integrations.deepspeed.features import NEUTRAL, REFUSED, TESTED, WARNED, unknown
+from mars_dist.integrations.deepspeed.features import NEUTRAL, REFUSED, TESTED, WARNED, lookup, unknown
 from tests.compatibility import ROWS
 from tests.compatibility.__main__ import README, written
+from tests.compatibility.row import Row
+from tests.zero_cases import ZeroCase
 
 
 def keys(*answers: str) -> set[str]:
@@ -31,6 +33,30 @@ def test_every_refusal_and_every_warning_has_its_row() -> None:
     """Rows may say more: some refusals hang on the model or the ranks, not on the file alone."""
     assert {feature.key for feature in REFUSED} <= keys("refused")
     assert {feature.key for feature in WARNED} <= keys("warns", "untested")
+
+
+# Their values are known on the ranks only: folders, and parallelism that the row's function sets up.
+SET_BY_THE_FUNCTION = {"expert_parallel", "sequence_parallel_size", "data_parallel_size"}
+SET_BY_THE_FUNCTION |= {"tensor_parallel.autotp_size", "tensor_parallel.partition_config"}
+SET_BY_THE_FUNCTION |= {f"zero_optimization.offload_{what}.nvme_path" for what in ("optimizer", "param")}
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.cases], ids=lambda row: row.feature)
+def test_the_keys_of_a_row_are_in_its_cases(row: Row) -> None:
+    missing = object()
+    for key in set(row.keys) - SET_BY_THE_FUNCTION:
+        assert any(lookup(written_out(case), key, missing) is not missing for case in row.cases), key
+
+
+def written_out(case: ZeroCase) -> dict[str, object]:
+    """What of the configuration the case says, as ``zero_cases.config`` writes it."""
+    out: dict[str, object] = {"zero_optimization": {"stage": case.stage, **case.zero}, **case.extra}
+    if case.offload:
+        out["zero_optimization"] = {"stage": case.stage, **case.zero, "offload_optimizer": {"device": "cpu"}}
+    if case.dtype == "bf16":
+        out["bf16"] = {"enabled": True, **case.extra.get("bf16", {})}
+    out |= {"gradient_clipping": case.clip} if case.clip else {}
+    return out | ({"gradient_accumulation_steps": case.accumulation} if case.accumulation > 1 else {})
 
 
 def test_a_row_that_is_not_run_says_so() -> None:

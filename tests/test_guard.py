@@ -68,6 +68,80 @@ def test_a_plug_in_that_steps_twice(pool: RankPool, stage: int) -> None:
     assert told == f"MARS updated {2 * TENSORS} tensors in step 1 of the DeepSpeed engine, which has {TENSORS}"
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_without_zero_a_part_is_missed_as_well(pool: RankPool, dtype: str) -> None:
+    told = raised(pool, ZeroCase(0, dtype, params=BASE), guard_cases.half)
+    assert re.match(rf"MARS updated [1-{TENSORS - 1}] tensors in step 1 of .* which has {TENSORS}", told)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ZeroCase(1, "bf16", params=BASE, extra={"data_types": {"grad_accum_dtype": "fp32"}}),
+        ZeroCase(2, "fp32", True, params=BASE),
+        ZeroCase(3, "bf16", True, params=BASE),
+    ],
+    ids=str,
+)
+def test_other_wrappers_are_watched_too(pool: RankPool, case: ZeroCase) -> None:
+    assert raised(pool, case, guard_cases.everything).startswith("MARS updated 0 tensors in step 1")
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("kind", ["object", "callable"])
+def test_another_optimizer_beside_the_name_in_the_file_is_refused(pool: RankPool, stage: int, kind: str) -> None:
+    """DeepSpeed takes the one of the script and says nothing: the file says MARS and AdamW would train."""
+    with pytest.raises(
+        RankError, match=r"optimizer.type = 'MARS', but DeepSpeed would train with \S+AdamW: .*Give none"
+    ) as error:
+        pool.run(guard_cases.json_and_client, stage, kind)
+    assert str(error.value).count("RuntimeError: MARS: optimizer.type") == 2
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_mars_object_beside_the_name_in_the_file_is_told(pool: RankPool, stage: int) -> None:
+    first, second = pool.run(guard_cases.json_and_client, stage, "mars")
+    assert any("the params of the file are not used" in message for message in first) and second == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile = True: it needs a GPU"),
+        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled = True: it was not run"),
+    ],
+)
+def test_what_was_not_run_is_said(pool: RankPool, extra: dict[str, Any], told: str) -> None:
+    messages = pool.run(guard_cases.start, ZeroCase(2, params=BASE, extra=extra))[0]
+    assert any(told in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("kind", "updates"),
+    [
+        ("no backward", TENSORS),
+        ("discard", TENSORS),
+        ("unfreeze", TENSORS - 1 + TENSORS),
+        ("add", 2 * TENSORS + 1),
+        ("empty", 2 * TENSORS + 4),
+    ],
+)
+def test_unusual_flows_that_are_right_raise_no_alarm(pool: RankPool, kind: str, updates: int) -> None:
+    assert [n for n, _ in pool.run(guard_cases.valid_flow, kind)] == [updates] * 2
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_layer_that_was_frozen_since_an_earlier_engine(pool: RankPool, stage: int, dtype: str) -> None:
+    counts = pool.run(guard_cases.frozen_when_built_again, stage, dtype)
+    assert counts == [{"MARS-AdamW": nets.MATRICES - 1, "AdamW": nets.VECTORS}] * 2
+
+
+def test_a_float16_autocast_left_on_by_an_earlier_engine_is_refused(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="an earlier engine in this process turned on torch_autocast in float16"):
+        pool.run(guard_cases.autocast_that_stays_on)
+
+
 def test_only_the_first_rank_warns(pool: RankPool) -> None:
     case = ZeroCase(2, params=BASE, extra={"some_new_key": {"enabled": True}})
     first, second = pool.run(guard_cases.start, case)

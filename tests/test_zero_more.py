@@ -211,16 +211,16 @@ def checked(pool: RankPool, case: ZeroCase, still: tuple[str, ...] = ()) -> dict
     return result
 
 
-@STAGES
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), *((s, o) for s in (1, 2, 3) for o in (False, True))])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_parameter_without_gradient_in_some_steps(pool: RankPool, stage: int, dtype: str) -> None:
-    """What DeepSpeed hands over then differs: zeros, or at stage 3 the gradient of the step before once more."""
-    case = ZeroCase(stage, dtype, params=BASE, net="short")
+def test_a_parameter_without_gradient_in_some_steps(pool: RankPool, stage: int, offload: bool, dtype: str) -> None:
+    """What DeepSpeed hands over then: zeros; at stage 3 and with offload the gradient of the step before once more."""
+    case = ZeroCase(stage, dtype, offload, params=BASE, net="short")
     result = checked(pool, case)
     assert result["rule_counts"] == {"MARS-AdamW": nets.MATRICES, "AdamW": nets.VECTORS}
     given = [g["narrow.weight"] for g in result["gradients"]]
     for step in range(1, case.steps, 3):
-        assert torch.equal(given[step], given[step - 1] if stage == 3 else torch.zeros_like(given[step]))
+        assert torch.equal(given[step], given[step - 1] if stage == 3 or offload else torch.zeros_like(given[step]))
 
 
 @STAGES

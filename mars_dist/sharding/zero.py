@@ -51,6 +51,9 @@ def locate(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout | No
 
 
 def _stage12(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout:
+    # Parameters that are frozen now may carry the attributes of an engine that is no more: the flat is another tensor.
+    homes = {p.data.untyped_storage().data_ptr() for _, p in originals if p.requires_grad}
+    originals = [(n, p) for n, p in originals if not homes or p.data.untyped_storage().data_ptr() in homes]
     group = originals[0][1]._dp_group  # type: ignore[attr-defined]
     first = dist.get_rank(group) * flat.numel()
     last = first + flat.numel()

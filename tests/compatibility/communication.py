@@ -12,6 +12,7 @@ SECTION = "Communication"
 NO_SCATTER = {"reduce_scatter": False}
 NO_PERSISTENT = {"stage3_param_persistence_threshold": 0}  # the nets are small: nothing would be gathered otherwise
 ACCUMULATE = {"grad_accum_dtype": "fp32"}
+ALL_OF_IT = {"zero_hpz_partition_size": 2, "zero_quantized_weights": True, "zero_quantized_gradients": True}
 MIXTURE = {**BASE, "clip": 0.01}  # acts on the experts as well: their gradients are small
 
 
@@ -170,6 +171,19 @@ ZERO_PLUS_PLUS = [
         communication_training.quantised,
         "warns",
         r"zero_quantized_gradients.*kernels",
+        "its CUDA kernels were replaced by torch operations, one device per machine",
+        communication_training.EVEN_COUNTS,
+        (2, 4),
+    ),
+    Row(
+        SECTION,
+        "all of ZeRO++, as in `gpt2_xl_zeropp.json`",
+        (f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.zero_quantized_weights", f"{ZERO}.zero_quantized_gradients"),
+        (case(3, "bf16", zero={**ALL_OF_IT, **NO_PERSISTENT}, data_types=ACCUMULATE),),
+        "weights",
+        communication_training.quantised,
+        "warns",
+        r"zero_quantized_weights.*kernels",
         "its CUDA kernels were replaced by torch operations, one device per machine",
         communication_training.EVEN_COUNTS,
         (2, 4),

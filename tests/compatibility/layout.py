@@ -183,7 +183,7 @@ LAYOUT = [
         {"legacy_stage1": True},
         "",
         answer="refused",
-        message="deprecated version of ZeRO Stage 1 is not supported",
+        message=r"Error: MARS: zero_optimization\.legacy_stage1 = True",
         note="DeepSpeed itself no longer has it.",
     ),
 ]

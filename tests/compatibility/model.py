@@ -104,7 +104,7 @@ def scheduled(kind: str, **params: Any) -> Row:
     return Row(
         SECTION,
         f"`scheduler.type`: {kind}",
-        ("scheduler",),
+        ("scheduler.type", "scheduler.params"),
         schedule(kind, **params),
         "lr moves",
         training.train,
@@ -141,7 +141,7 @@ MODEL: list[Row] = [
     Row(
         SECTION,
         "`activation_checkpointing`",
-        ("activation_checkpointing",),
+        ("activation_checkpointing.partition_activations", "activation_checkpointing.cpu_checkpointing"),
         everywhere(
             "recomputed by DeepSpeed",
             (0, 2, 3),
@@ -227,8 +227,8 @@ MODEL: list[Row] = [
     Row(
         SECTION,
         "`scheduler.type`: OneCycle",
-        ("scheduler", "scheduler.params.cycle_momentum"),
-        schedule("OneCycle", cycle_min_lr=2e-3, cycle_max_lr=LR["lr"], cycle_first_step_size=6),
+        ("scheduler.type", "scheduler.params", "scheduler.params.cycle_momentum"),
+        schedule("OneCycle", cycle_min_lr=2e-3, cycle_max_lr=LR["lr"], cycle_first_step_size=6, cycle_momentum=True),
         "lr and betas move",
         training.train,
         answer="warns",
@@ -239,7 +239,7 @@ MODEL: list[Row] = [
     Row(
         SECTION,
         "`scheduler.type`: OneCycle with `cycle_momentum: false`",
-        ("scheduler",),
+        ("scheduler.type", "scheduler.params"),
         schedule("OneCycle", cycle_min_lr=2e-3, cycle_max_lr=LR["lr"], cycle_first_step_size=6, cycle_momentum=False)[
             1:
         ],

@@ -39,7 +39,17 @@ def disk(buffers: int, params: dict[str, Any] = BASE, weights: int = 0, **option
 AMSGRAD = {**BASE, "amsgrad": True}
 LION = {**BASE, "mars_type": "mars-lion"}
 BOTH: dict[str, Any] = {"pipeline_read": True, "pipeline_write": True}
-ON_DISK = (f"{OPTIMIZER}.device", f"{OPTIMIZER}.nvme_path", f"{OPTIMIZER}.buffer_count", "aio")
+ON_DISK_FOR_GOOD: dict[str, Any] = {
+    "answer": "warns",
+    "message": "cannot restore the optimizer from a checkpoint",
+    "note": "No checkpoint can be loaded. Run with a double of DeepSpeed's `async_io` op.",
+}
+ON_DISK = (
+    f"{OPTIMIZER}.device",
+    f"{OPTIMIZER}.nvme_path",
+    f"{OPTIMIZER}.buffer_count",
+    *(f"aio.{key}" for key in AIO["aio"]),
+)
 
 OFFLOAD = [
     Row(
@@ -47,8 +57,9 @@ OFFLOAD = [
         '`offload_optimizer`, `"device": "cpu"`',
         (f"{OPTIMIZER}.device", f"{OPTIMIZER}.pin_memory"),
         tuple(memory(s, {"offload_optimizer": {"pin_memory": True}}, construct="groups") for s in (1, 2, 3)),
-        "offload",
+        "offload, pinned",
         train,
+        note="On a CPU DeepSpeed pins nothing.",
     ),
     Row(
         SECTION,
@@ -123,7 +134,7 @@ OFFLOAD = [
         train,
         "refused",
         r"offload_optimizer\.ratio",
-        "DeepSpeed would step the sub-groups on the device with AdamW.",
+        "DeepSpeed takes it with its own CPU Adam only.",
     ),
     Row(
         SECTION,
@@ -158,7 +169,7 @@ OFFLOAD = [
         ),
         "disk",
         train_on_disk,
-        note="Run with a double of DeepSpeed's `async_io` op.",
+        **ON_DISK_FOR_GOOD,
     ),
     Row(
         SECTION,
@@ -168,7 +179,7 @@ OFFLOAD = [
         "disk",
         train_on_disk,
         counts={"MARS-Lion": 5, "AdamW": 4},
-        note="Run with a double of DeepSpeed's `async_io` op.",
+        **ON_DISK_FOR_GOOD,
     ),
     Row(
         SECTION,
@@ -177,7 +188,7 @@ OFFLOAD = [
         (disk(10, pipeline_read=True), disk(10, pipeline_write=True), disk(15, **BOTH)),
         "disk, pipelined",
         train_on_disk,
-        note="Run with a double of DeepSpeed's `async_io` op.",
+        **ON_DISK_FOR_GOOD,
     ),
     Row(
         SECTION,
@@ -186,20 +197,28 @@ OFFLOAD = [
         (disk(5, weights=40_000), disk(15, weights=40_000, **BOTH)),
         "disk, weights too",
         train_on_disk,
-        note="Run with a double of DeepSpeed's `async_io` op.",
+        **ON_DISK_FOR_GOOD,
+    ),
+    Row(
+        SECTION,
+        "vectors on disk as well",
+        ON_DISK,
+        (disk(5, net="even"),),
+        "disk",
+        train_on_disk,
+        **ON_DISK_FOR_GOOD,
     ),
     Row(
         SECTION,
         "vectors on disk as well, `fast_init`",
         (f"{OPTIMIZER}.fast_init",),
         (
-            disk(5, net="even"),
             disk(5, net="even", construct="groups", weights=70_000, fast_init=True),
             disk(15, net="even", weights=70_000, fast_init=True, **BOTH),
         ),
         "disk",
         train_on_disk,
-        note="Run with a double of DeepSpeed's `async_io` op.",
+        **ON_DISK_FOR_GOOD,
         ranks=(2,),
     ),
     Row(
@@ -237,13 +256,25 @@ OFFLOAD = [
     ),
     Row(
         SECTION,
+        "`checkpoint.load_universal`",
+        ("checkpoint.load_universal",),
+        tuple(ZeroCase(s, params=BASE, extra={"checkpoint": {"load_universal": True}}) for s in (1, 2, 3)),
+        "",
+        train,
+        "refused",
+        r"Error: MARS: checkpoint\.load_universal",
+        "it holds no `prev_grad`: training would go on with other numbers",
+        ranks=(2,),
+    ),
+    Row(
+        SECTION,
         "`load_checkpoint` where the optimizer is on disk",
         (f"{OPTIMIZER}.device",),
         (disk(5),),
         "",
         continue_from_disk,
         "refused",
-        "load_checkpoint",
+        r"Error: MARS: load_checkpoint with zero_optimization\.offload_optimizer\.device",
         "DeepSpeed does not restore what stayed in memory: counters, small tensors, all states in a new engine.",
     ),
     Row(

@@ -127,6 +127,12 @@ def _optimizer(attribute: str, *others: str) -> Callable[[Any], Any]:
     return lambda engine: any(getattr(engine.optimizer, name, False) for name in (attribute, *others))
 
 
+def _in_order(engine: Any) -> bool:
+    """Whether the parameters of each group lie in its flat in the order in which the group has them."""
+    groups = [[p.storage_offset() for p in group] for group in engine.optimizer.bit16_groups]
+    return all(offsets == sorted(offsets) for offsets in groups)
+
+
 def _off(attribute: str) -> Callable[[Any], Any]:
     return lambda engine: getattr(engine.optimizer, attribute) is False
 
@@ -153,7 +159,7 @@ def _is_leaf(engine: Any) -> bool:
 # ------------------------------------------------------------------------------------------------------------ layout
 
 ACTIVE |= {
-    "round_robin": _optimizer("round_robin_gradients"),
+    "round_robin": lambda e: _optimizer("round_robin_gradients")(e) and not _in_order(e),
     "sub-groups": lambda e: len(e.optimizer.fp16_groups) > len(e.optimizer.optimizer.param_groups),
     "two groups": lambda e: len(e.optimizer.optimizer.param_groups) == 2,
     "nothing persists": lambda e: len(e.optimizer.persistent_parameters) == 0,
@@ -188,6 +194,7 @@ def _apply_is_plain() -> bool:
 
 ACTIVE |= {
     "offload": lambda e: _optimizer("cpu_offload", "offload_optimizer")(e),
+    "offload, pinned": _optimizer("cpu_offload_pin_memory", "offload_optimizer_pin_memory"),
     "offload, not pinned": lambda e: (
         _optimizer("cpu_offload", "offload_optimizer")(e)
         and not _optimizer("cpu_offload_pin_memory", "offload_optimizer_pin_memory")(e)

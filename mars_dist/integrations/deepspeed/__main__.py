@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     for path in args.configs:
         try:
             config = read(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             print(f"{path}: cannot be read: {error}", file=sys.stderr)
             code = 2
             continue
@@ -41,10 +41,14 @@ def main(argv: list[str] | None = None) -> int:
             for finding in found:
                 print(f"{path}: {finding.level}: {finding.key} {finding.message}".replace("  ", " "))
             about = "MARS" if names_mars(config) else "not MARS"
-            print(f"{path}: {about}, {errors} errors, {len(found) - errors} warnings")
+            print(f"{path}: {about}, {_count(errors, 'error')}, {_count(len(found) - errors, 'warning')}")
     if args.json:
         print(json.dumps(report, indent=2))
     return code
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 if __name__ == "__main__":

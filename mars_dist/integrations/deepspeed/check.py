@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.optim.lr_scheduler
 
 from mars_dist.config import LR_1D, Settings
 from mars_dist.integrations.deepspeed.features import (
@@ -31,6 +32,8 @@ from mars_dist.states import needed
 NAMES = ("MARS", "Mars", "mars")
 # transformers and Accelerate fill in these and no others.
 MAY_BE_AUTO = ("lr", "betas", "eps", "weight_decay")
+SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+MOST_RANKS = 4096  # to try when saying which numbers work
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -58,7 +61,10 @@ def read(path: Path) -> Config:
     Raises:
         ValueError: when it is not JSON, gives a key twice, or is no object; with line and column where known.
     """
-    import hjson
+    try:
+        from hjson import loads  # as DeepSpeed, which brings it
+    except ImportError:
+        from json import loads
 
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
@@ -67,7 +73,10 @@ def read(path: Path) -> Config:
             raise ValueError(f"{', '.join(map(repr, twice))} is given twice in the same section: keep one")
         return dict(pairs)
 
-    config = hjson.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)
+    text = path.read_text(encoding="utf-8-sig")
+    if not text.strip():
+        raise ValueError("the file is empty")
+    config = loads(text, object_pairs_hook=no_duplicates)
     if not isinstance(config, Mapping):
         raise ValueError(f"a configuration is a JSON object {{...}}, this is a {type(config).__name__}")
     return config
@@ -88,6 +97,7 @@ def check(config: Config, world_size: int | None = None) -> list[Finding]:
         *_clipping(config),
         *_batch(config, world_size),
         *_offload(config),
+        *_sequence(config),
         *(Finding("error", f.key, f"= {lookup(config, f.key)!r}: {f.reason}") for f in refused(config)),
         *(Finding("warning", f.key, f"= {lookup(config, f.key)!r}: {f.reason}") for f in warned(config)),
         *_unknown_keys(config),
@@ -212,11 +222,18 @@ def _what_needs_whole_tensors(config: Config) -> Iterator[Finding]:
 
 def _schedule(config: Config) -> Iterator[Finding]:
     kind, params = lookup(config, "scheduler.type"), lookup(config, "scheduler.params", {})
+    if kind is not None and kind not in SCHEDULES and not hasattr(torch.optim.lr_scheduler, str(kind)):
+        near = difflib.get_close_matches(str(kind), SCHEDULES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        yield Finding("error", "scheduler.type", f"= {kind!r}: DeepSpeed has {', '.join(SCHEDULES)}.{hint}")
+    elif kind is not None and not params:
+        yield Finding("error", "scheduler.params", f"is not given, and {kind} cannot start without it.")
     lr = lookup(config, "optimizer.params.lr")
     peak = {
         "WarmupLR": ("warmup_max_lr", 0.001),
         "WarmupDecayLR": ("warmup_max_lr", 0.001),
         "OneCycle": ("cycle_max_lr", None),
+        "LRRangeTest": ("lr_range_test_min_lr", 0.001),
     }.get(str(kind))
     if peak is not None and isinstance(params, Mapping) and params.get(peak[0]) != "auto":
         top = lookup(params, peak[0], peak[1])
@@ -249,11 +266,13 @@ def _clipping(config: Config) -> Iterator[Finding]:
 
 def _batch(config: Config, world_size: int | None) -> Iterator[Finding]:
     total, micro, steps = (lookup(config, key) for key in BATCH)
+    if isinstance(total, int) and isinstance(steps, int) and world_size and micro is None and steps > 0:
+        micro = 1  # whatever it is, DeepSpeed has to find a whole number
     if not isinstance(total, int) or not isinstance(micro, int) or total < 1 or micro < 1:
         return
-    per_step = micro * (steps if isinstance(steps, int) else 1)
+    per_step = micro * (steps if isinstance(steps, int) and steps > 0 else 1)
     if total % per_step or (world_size and total % (per_step * world_size)):
-        ranks = [n for n in range(1, total // micro + 1) if total % (micro * n) == 0]
+        ranks = [n for n in range(1, min(total // micro, MOST_RANKS) + 1) if total % (micro * n) == 0]
         yield Finding(
             "error",
             "train_batch_size",
@@ -273,6 +292,8 @@ def _batch(config: Config, world_size: int | None) -> Iterator[Finding]:
 
 def _offload(config: Config) -> Iterator[Finding]:
     device = lookup(config, f"{OFFLOAD}.device", "none")
+    if device == "nvme" and not lookup(config, f"{OFFLOAD}.nvme_path"):
+        yield Finding("error", f"{OFFLOAD}.nvme_path", "is not given: name a folder on a local disk of every node.")
     if (
         device in ("cpu", "nvme")
         and "optimizer" not in config
@@ -298,6 +319,18 @@ def _offload(config: Config) -> Iterator[Finding]:
         if fault := too_few_buffers(config, states):
             key = f"{OFFLOAD}.buffer_count"
             yield Finding("error", key, f"= {lookup(config, key, 4)!r}: {fault}")
+
+
+def _sequence(config: Config) -> Iterator[Finding]:
+    size = lookup(config, "sequence_parallel_size", 1)
+    if isinstance(size, int) and size > 1 and stage_of(config) < 3:
+        yield Finding(
+            "error",
+            "sequence_parallel_size",
+            f"= {size}: at ZeRO stage {stage_of(config)} DeepSpeed does not add the gradients up over the ranks that "
+            "share a sequence, unless deepspeed.initialize is given the mpu of Ulysses: MARS refuses to start without "
+            "it. Use stage 3, or leave the key out and give that mpu.",
+        )
 
 
 def _unknown_keys(config: Config) -> Iterator[Finding]:

@@ -26,12 +26,14 @@ class Feature:
 
     key: str
     reason: str
-    is_on: Callable[[Any, Config], bool] = lambda value, config: bool(value)
+    is_on: Callable[[Any, Config], bool] = lambda value, config: truth(value)
 
 
 def lookup(config: Config, key: str, default: Any = None) -> Any:
     """The value of a dotted key; ``default`` where the file does not give it, gives null or leaves it to "auto"."""
     found: Any = config
+    if key.startswith("bf16.") and "bf16" not in config:
+        key = OLD_BF16 + key.removeprefix("bf16")
     for part in key.split("."):
         if not isinstance(found, Mapping):
             return default
@@ -39,21 +41,41 @@ def lookup(config: Config, key: str, default: Any = None) -> Any:
     return default if found is None or found == "auto" else found
 
 
+def truth(value: Any) -> bool:
+    """A value as DeepSpeed reads it where it wants a boolean: strings too."""
+    if isinstance(value, str):
+        return value.lower() not in ("false", "f", "no", "n", "off", "0", "")
+    return bool(value)
+
+
+def number(value: Any, default: float) -> float:
+    """A value as DeepSpeed reads it where it wants a number: strings too; ``default`` for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return default
+
+
 def stage_of(config: Config) -> int:
-    """The ZeRO stage that the configuration asks for; 0 without any."""
+    """The ZeRO stage that the configuration asks for; 0 without any, and where DeepSpeed refuses it."""
     if config.get("zero_optimization") is True:  # an old form that DeepSpeed still reads
         return 1
-    stage = lookup(config, "zero_optimization.stage", 0)
-    return stage if isinstance(stage, int) else 0
+    stage = number(lookup(config, "zero_optimization.stage"), 0)
+    return int(stage) if 0 <= stage <= 3 else 0
 
 
+OLD_BF16 = "bfloat16"  # an old name of the section, which DeepSpeed still reads
 ZERO = "zero_optimization"
 OFFLOAD = f"{ZERO}.offload_optimizer"
 PARAM = f"{ZERO}.offload_param"
 NOT_MARS = "DeepSpeed would update weights with an optimizer of its own and not call MARS for them. "
 
 REFUSED: tuple[Feature, ...] = (
-    Feature(f"{OFFLOAD}.super_offload", NOT_MARS + 'Remove it; plain "offload_optimizer" works.'),
+    Feature(
+        f"{OFFLOAD}.super_offload",
+        NOT_MARS + 'Remove it; plain "offload_optimizer" works.',
+        lambda value, config: truth(value) and stage_of(config) == 3,  # below, DeepSpeed does not look at it
+    ),
     Feature(
         f"{ZERO}.zenflow",
         NOT_MARS + 'Remove it; plain "offload_optimizer" works.',
@@ -61,14 +83,14 @@ REFUSED: tuple[Feature, ...] = (
     ),
     Feature(
         f"{OFFLOAD}.ratio",
-        NOT_MARS + "Remove it or set it to 1.0: all of the optimizer is then offloaded.",
-        lambda value, config: isinstance(value, (int, float)) and value < 1.0,
+        "DeepSpeed takes it with its own CPU Adam only. Remove it or set it to 1.0: the whole optimizer is offloaded.",
+        lambda value, config: number(value, 1.0) < 1.0,
     ),
     Feature(
         "fp16.enabled",
         "without ZeRO: DeepSpeed divides the gradients by a loss scale that it has not applied to the loss, so that "
         'they reach MARS thousands of times too small and are never clipped. Use "bf16", or ZeRO stage 1.',
-        lambda value, config: bool(value) and stage_of(config) == 0,
+        lambda value, config: truth(value) and stage_of(config) == 0,
     ),
     Feature(
         "fp16.fp16_master_weights_and_grads",
@@ -79,7 +101,7 @@ REFUSED: tuple[Feature, ...] = (
         "without bf16_optimizer_states, or with offload_optimizer, DeepSpeed takes it with its own CPU Adam only. "
         "Remove it: MARS steps float32 masters.",
         lambda value, config: (
-            bool(value)
+            truth(value)
             and (
                 not lookup(config, "bf16.bf16_optimizer_states")
                 or lookup(config, f"{OFFLOAD}.device", "none") != "none"
@@ -92,7 +114,7 @@ REFUSED: tuple[Feature, ...] = (
         "65536 times too small), takes another scale from the second parameter group on a step where the scale grows, "
         'and does not lower the scale after an overflow. Use "bfloat16", or the "fp16" section with a "loss_scale".',
         lambda value, config: (
-            bool(lookup(config, "torch_autocast.enabled"))
+            truth(lookup(config, "torch_autocast.enabled"))
             and str(value).removeprefix("torch.") in ("float16", "fp16", "half")
             and stage_of(config) > 0
         ),
@@ -100,13 +122,19 @@ REFUSED: tuple[Feature, ...] = (
     Feature(
         f"{ZERO}.elastic_checkpoint",
         "at stages 1 and 2 DeepSpeed writes checkpoints that it cannot load again. Remove it.",
-        lambda value, config: bool(value) and stage_of(config) in (1, 2),
+        lambda value, config: truth(value) and stage_of(config) in (1, 2),
     ),
+    Feature(
+        "checkpoint.load_universal",
+        "a universal checkpoint holds exp_avg and exp_avg_sq only: prev_grad would be lost, and training would go on "
+        "with other numbers. Load the ordinary checkpoint, on the same number of ranks.",
+    ),
+    Feature(f"{ZERO}.legacy_stage1", "DeepSpeed has it no more. Remove it: stage 1 itself works."),
     Feature(
         "tensor_parallel.autotp_size",
         "it hands over slices of matrices as if they were whole, and MARS would clip by the norm of a slice. Remove "
         '"tensor_parallel" and shard with ZeRO stage 3.',
-        lambda value, config: isinstance(value, int) and value > 1,
+        lambda value, config: number(value, 0) > 1,
     ),
 )
 
@@ -115,14 +143,29 @@ WARNED: tuple[Feature, ...] = (
         "fp16.enabled",
         "with a dynamic loss scale: on a step where the scale grows DeepSpeed divides the gradients by the new scale, "
         'which halves them; the correction of MARS sees that twice. Prefer "bf16", or set "fp16.loss_scale".',
-        lambda value, config: bool(value) and not lookup(config, "fp16.loss_scale", 0) and stage_of(config) > 0,
+        lambda value, config: truth(value) and not lookup(config, "fp16.loss_scale", 0) and stage_of(config) > 0,
+    ),
+    Feature(
+        "torch_autocast.enabled",
+        'without a "dtype": on a GPU torch then takes float16, without a loss scale. Say "dtype": "bfloat16".',
+        lambda value, config: truth(value) and lookup(config, "torch_autocast.dtype") is None,
+    ),
+    Feature(
+        "data_types.grad_accum_dtype",
+        "MARS was tested with bf16 and fp32 here.",
+        lambda value, config: value == "fp16",
     ),
     Feature(
         "bf16.check_grad_overflow",
         "at stages 1 and 2 one NaN or inf then reaches every weight. Remove it, or set "
         '"skip_nonfinite": true in the optimizer\'s "params".',
         lambda value, config: (
-            value is False and stage_of(config) in (1, 2) and not lookup(config, "optimizer.params.skip_nonfinite")
+            value is not None
+            and not truth(value)
+            and stage_of(config) in (1, 2)
+            and not lookup(config, "optimizer.params.skip_nonfinite")
+            # DeepSpeed's BF16_Optimizer checks all the same.
+            and (stage_of(config), lookup(config, "data_types.grad_accum_dtype")) != (1, "fp32")
         ),
     ),
     Feature(
@@ -131,9 +174,12 @@ WARNED: tuple[Feature, ...] = (
     ),
     Feature(
         "scheduler.params.cycle_momentum",
-        "OneCycle replaces betas by (0.8 to 0.9, 0.99) unless told otherwise, and with beta1 the strength of the "
-        "gradient correction. Set it to false to keep the optimizer's betas.",
-        lambda value, config: lookup(config, "scheduler.type") == "OneCycle" and value is not False,
+        "this scheduler moves betas unless told otherwise (OneCycle: to (0.8 to 0.9, 0.99)), and with beta1 the "
+        "strength of the gradient correction. Set it to false to keep the optimizer's betas.",
+        lambda value, config: (
+            lookup(config, "scheduler.type") in ("OneCycle", "OneCycleLR", "CyclicLR")
+            and (value is None or truth(value))
+        ),
     ),
     Feature(
         f"{ZERO}.load_from_fp32_weights",
@@ -164,8 +210,12 @@ WARNED: tuple[Feature, ...] = (
 # Keys that rows of tests/compatibility turn on; a test holds the two equal.
 TESTED: frozenset[str] = frozenset(
     {
-        "activation_checkpointing",
-        "aio",
+        "activation_checkpointing.cpu_checkpointing",
+        "activation_checkpointing.partition_activations",
+        "aio.block_size",
+        "aio.overlap_events",
+        "aio.queue_depth",
+        "aio.single_submit",
         "bf16.bf16_master_weights_and_grads",
         "bf16.bf16_optimizer_states",
         "bf16.check_grad_overflow",
@@ -193,7 +243,8 @@ TESTED: frozenset[str] = frozenset(
         "managed_gradient_accumulation",
         "optimizer.legacy_fusion",
         "prescale_gradients",
-        "scheduler",
+        "scheduler.params",
+        "scheduler.type",
         "scheduler.params.cycle_momentum",
         "seq_parallel_communication_data_type",
         "sequence_parallel_size",
@@ -255,12 +306,22 @@ COMPILE = (
     "passes symmetric_memory sync_after_allgather sync_after_reduce sync_before_allgather sync_before_reduce"
 ).split()
 
+ACTIVATIONS = ("contiguous_memory_optimization number_checkpoints profile synchronize_checkpoint_boundary").split()
+
 # Keys and whole sections that change neither what reaches the optimizer nor what becomes of its result: batch sizes,
 # data, logging, files. The optimizer and scheduler blocks are the checker's.
 NEUTRAL: frozenset[str] = frozenset(
     {
+        *(f"activation_checkpointing.{key}" for key in ACTIVATIONS),
+        "aio.intra_op_parallelism",
+        "aio.thread_count",
+        "aio.use_gds",
         "autotuning",
-        "checkpoint",
+        "checkpoint.checkpoint_serialization",
+        "checkpoint.parallel_write",
+        "checkpoint.tag_validation",
+        "checkpoint.use_node_local_storage",
+        "checkpoint.writer",
         *(f"compile.{key}" for key in COMPILE),
         "comms_logger",
         "csv_monitor",
@@ -289,7 +350,6 @@ NEUTRAL: frozenset[str] = frozenset(
         f"{OFFLOAD}.cpuadam_cores_perc",
         f"{ZERO}.allgather_partitions",
         f"{ZERO}.enable_sanity_checks",
-        f"{ZERO}.legacy_stage1",  # DeepSpeed has it no more and says so
         f"{ZERO}.log_trace_cache_warnings",
         f"{ZERO}.pipeline_loading_checkpoint",
         f"{ZERO}.save_muon_momentum_buffer_in_memory",
@@ -316,7 +376,7 @@ def unknown(config: Config) -> Iterator[str]:
 
     def visit(section: Config, prefix: str) -> Iterator[str]:
         for name, value in section.items():
-            key = prefix + str(name)
+            key = prefix + ("bf16" if (prefix, name) == ("", OLD_BF16) else str(name))
             if key in known or value is None or value is False or value == "auto":
                 continue
             if isinstance(value, Mapping):

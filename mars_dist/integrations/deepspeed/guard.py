@@ -8,12 +8,14 @@ feature that takes the update over raises at its first step, whatever its name.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mars_dist.integrations.deepspeed import nvme
+from mars_dist.integrations.deepspeed import NAMES, nvme
 from mars_dist.integrations.deepspeed.features import OFFLOAD, lookup, refused, unknown, warned
 from mars_dist.integrations.deepspeed.parallel import faults
 from mars_dist.optimizer import MARS
@@ -53,6 +55,7 @@ def _watched(original: Callable[..., Any], watch: Callable[..., Any]) -> Callabl
 
 def _when_it_takes_the_optimizer(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
     """Stands before ``DeepSpeedEngine._do_optimizer_sanity_check``, which sees the optimizer before it is wrapped."""
+    _say_which_of_two(engine, optimizer)
     if isinstance(optimizer, MARS):
         config = engine._config._param_dict
         for feature in refused(config):
@@ -74,6 +77,25 @@ def _when_it_takes_the_optimizer(original: Callable[..., Any], engine: Any, opti
     return original(engine, optimizer)
 
 
+def _say_which_of_two(engine: Any, optimizer: Any) -> None:
+    """DeepSpeed prefers an optimizer that it is given to the one that the file names, without a word."""
+    named = lookup(engine._config._param_dict, "optimizer.type")
+    if named not in NAMES:
+        return
+    if not isinstance(optimizer, MARS):
+        raise RuntimeError(
+            f"MARS: optimizer.type = {named!r}, but DeepSpeed would train with {type(optimizer).__module__}."
+            f"{type(optimizer).__name__}: an optimizer given to deepspeed.initialize wins over the file (or "
+            f"torch.optim.{named} was replaced). Give none, or remove the block from the file."
+        )
+    if engine.client_optimizer is not None and engine.global_rank == 0:
+        logger.warning(
+            "optimizer.type = %r: deepspeed.initialize was given a MARS object as well, which DeepSpeed takes instead: "
+            "the params of the file are not used. Give only one of them.",
+            named,
+        )
+
+
 def _when_zero_is_made(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
     """Stands around ``DeepSpeedEngine._configure_zero_optimizer``."""
     made = original(engine, optimizer)
@@ -81,13 +103,20 @@ def _when_zero_is_made(original: Callable[..., Any], engine: Any, optimizer: Any
         fault = nvme.misplaced_gradient(made, engine._config._param_dict)
         if fault:
             raise RuntimeError(f"MARS: {fault}")
+        if getattr(made, "torch_autocast_gradscaler", None) is not None:  # the key itself was refused before
+            raise RuntimeError(
+                "MARS: an earlier engine in this process turned on torch_autocast in float16, and DeepSpeed keeps it "
+                "on for every later ZeRO engine: gradients would reach MARS 65536 times too small. Use a new process."
+            )
     return made
 
 
 def _when_it_loads(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands before ``DeepSpeedEngine.load_checkpoint``."""
-    ours = isinstance(engine.basic_optimizer, MARS) and nvme.is_on(engine._config._param_dict)
-    if ours and not kwargs.get("load_module_only", False):
+    given = inspect.signature(original).bind(engine, *args, **kwargs).arguments
+    folder, tag = given.get("load_dir"), given.get("tag")
+    something = folder is not None and (tag is not None or (Path(folder) / "latest").is_file())
+    if something and isinstance(engine.basic_optimizer, MARS) and nvme.is_on(engine._config._param_dict):
         raise RuntimeError(f"MARS: {nvme.NO_LOADING}")
     return original(engine, *args, **kwargs)
 
@@ -98,21 +127,32 @@ def _when_it_steps(original: Callable[..., Any], engine: Any, *args: Any, **kwar
     if expected is None:
         return original(engine, *args, **kwargs)
     before = engine.basic_optimizer.tensor_updates
+    fewest, most = _allowed(engine)
     result = original(engine, *args, **kwargs)
     updated = engine.basic_optimizer.tensor_updates - before
-    # Without ZeRO a tensor without gradient is left out; a GradScaler leaves out a step without telling the engine.
-    whole = engine.zero_optimization() and not _scales_gradients(engine)
-    fewest, most = (expected, expected) if whole else (int(not _scales_gradients(engine)), expected)
     if not engine._step_applied:
         fewest = most = 0
     if not fewest <= updated <= most:
+        skipped = "" if engine._step_applied else " and skipped that step"
         raise RuntimeError(
             f"MARS updated {updated} tensors in step {engine.global_steps} of the DeepSpeed engine, which has "
-            f"{expected} to train{'' if engine._step_applied else ' and skipped that step'}: something else updates "
-            "the weights in place of MARS, or steps it twice. Check the configuration with `python -m "
+            f"{most or expected} to train{skipped}: something else updates the weights in place of MARS, or "
+            "steps it twice. Check the configuration with `python -m "
             "mars_dist.integrations.deepspeed CONFIG.json`; ds_configs/README.md lists what works with MARS."
         )
     return result
+
+
+def _allowed(engine: Any) -> tuple[int, int]:
+    """The fewest and the most tensors that MARS may update in the step that comes; asked before it."""
+    mars, expected = engine.basic_optimizer, getattr(engine, EXPECTED)
+    if engine.optimizer is mars:  # whole tensors: those with a gradient, also if they were unfrozen or added since
+        fewest = most = sum(p.grad is not None for group in mars.param_groups for p in group["params"])
+    elif engine.zero_optimization():
+        fewest = most = expected
+    else:
+        fewest, most = min(max(1, mars.tensors_with_gradient()), expected), expected
+    return (0 if _scales_gradients(engine) else fewest), most  # a GradScaler leaves out a step without telling
 
 
 def _scales_gradients(engine: Any) -> bool:

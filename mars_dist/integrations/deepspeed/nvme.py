@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mars_dist.integrations.deepspeed.features import OFFLOAD, PARAM, lookup, stage_of
+from mars_dist.integrations.deepspeed.features import OFFLOAD, PARAM, lookup, number, stage_of, truth
 
 SECTOR = 512  # bytes: what O_DIRECT reads to and from
 
@@ -21,13 +21,13 @@ def is_on(config: Mapping[str, Any]) -> bool:
 def buffers_needed(config: Mapping[str, Any], states: int) -> int:
     """``buffer_count`` for tensors with ``states`` states: value, gradient and states, once more for each pipeline."""
     pipelines = [lookup(config, f"{OFFLOAD}.{name}", False) for name in ("pipeline_read", "pipeline_write")]
-    return (2 + states) * (1 + sum(map(bool, pipelines)))
+    return (2 + states) * (1 + sum(map(truth, pipelines)))
 
 
 def too_few_buffers(config: Mapping[str, Any], states: int) -> str:
     """What to say of ``buffer_count``, or ""."""
-    given, needed = lookup(config, f"{OFFLOAD}.buffer_count", 4), buffers_needed(config, states)
-    if not is_on(config) or not isinstance(given, int) or given >= needed:
+    needed = buffers_needed(config, states)
+    if not is_on(config) or number(lookup(config, f"{OFFLOAD}.buffer_count"), 4) >= needed:
         return ""
     return (
         f"swapping to NVMe needs {needed} buffers here: value, gradient and {states} states of a tensor"
@@ -69,6 +69,6 @@ def misplaced_gradient(zero_optimizer: Any, config: Mapping[str, Any]) -> str:
 
 NO_LOADING = (
     "load_checkpoint with zero_optimization.offload_optimizer.device = 'nvme': DeepSpeed does not restore the step "
-    'counters, small tensors and, in a new engine, any state of the optimizer. Train with "device": "cpu" to be able '
-    "to resume, or load the weights alone with load_module_only=True."
+    "counters, small tensors and, in a new engine, any state of the optimizer; nor the weights with load_module_only. "
+    "Train with device 'cpu' to be able to resume."
 )
