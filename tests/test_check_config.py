@@ -97,7 +97,7 @@ ONE = {
         [("scheduler", {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 2e-3}})],
         "warning",
         "scheduler.params.cycle_momentum",
-        r"OneCycle replaces betas by \(0.8 to 0.9, 0.99\)",
+        r"is not given: this scheduler moves betas unless told otherwise",
     ),
     "no clipping": ([("gradient_clipping", MISSING)], "warning", "gradient_clipping", "is not written out"),
     "batch": ([("train_micro_batch_size_per_gpu", 7)], "error", "train_batch_size", "no multiple of 7 sequences"),

@@ -50,7 +50,7 @@ def test_row(pools: dict[int, RankPool], row: Row, case: ZeroCase, size: int) ->
         assert result["active"], "the feature was not active: this would prove nothing"
         assert result["rule_counts"] == row.counts
         assert furthest(result["end"], results[0]["end"]) == 0.0
-    warnings = [m for m in results[0]["messages"] if re.match(r"[\w.]+ = ", m)]
+    warnings = [m for m in results[0]["messages"] if re.match(r"[\w.]+ (= |is not given: )", m)]
     assert bool(warnings) == (row.answer == "warns"), warnings
     assert not row.message or any(re.search(row.message, m) for m in warnings), warnings
     groups = None

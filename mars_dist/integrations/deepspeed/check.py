@@ -18,6 +18,7 @@ from mars_dist.integrations.deepspeed.features import (
     OFFLOAD,
     TESTED,
     Config,
+    as_given,
     lookup,
     refused,
     stage_of,
@@ -98,8 +99,8 @@ def check(config: Config, world_size: int | None = None) -> list[Finding]:
         *_batch(config, world_size),
         *_offload(config),
         *_sequence(config),
-        *(Finding("error", f.key, f"= {lookup(config, f.key)!r}: {f.reason}") for f in refused(config)),
-        *(Finding("warning", f.key, f"= {lookup(config, f.key)!r}: {f.reason}") for f in warned(config)),
+        *(Finding("error", f.key, f"{as_given(config, f.key)}: {f.reason}") for f in refused(config)),
+        *(Finding("warning", f.key, f"{as_given(config, f.key)}: {f.reason}") for f in warned(config)),
         *_unknown_keys(config),
         *_what_deepspeed_says(config),
     ]

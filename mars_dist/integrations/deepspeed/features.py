@@ -29,6 +29,12 @@ class Feature:
     is_on: Callable[[Any, Config], bool] = lambda value, config: truth(value)
 
 
+def as_given(config: Config, key: str) -> str:
+    """The value of a dotted key as a message shows it."""
+    value = lookup(config, key)
+    return "is not given" if value is None else f"= {value!r}"
+
+
 def lookup(config: Config, key: str, default: Any = None) -> Any:
     """The value of a dotted key; ``default`` where the file does not give it, gives null or leaves it to "auto"."""
     found: Any = config

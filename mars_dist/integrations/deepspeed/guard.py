@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from mars_dist.integrations.deepspeed import NAMES, nvme
-from mars_dist.integrations.deepspeed.features import OFFLOAD, lookup, refused, unknown, warned
+from mars_dist.integrations.deepspeed.features import OFFLOAD, as_given, lookup, refused, unknown, warned
 from mars_dist.integrations.deepspeed.parallel import faults
 from mars_dist.optimizer import MARS
 from mars_dist.sharding.locate import trainable_only
@@ -59,7 +59,7 @@ def _when_it_takes_the_optimizer(original: Callable[..., Any], engine: Any, opti
     if isinstance(optimizer, MARS):
         config = engine._config._param_dict
         for feature in refused(config):
-            raise RuntimeError(f"MARS: {feature.key} = {lookup(config, feature.key)!r}: {feature.reason}")
+            raise RuntimeError(f"MARS: {feature.key} {as_given(config, feature.key)}: {feature.reason}")
         fault = nvme.too_few_buffers(config, optimizer.most_states())
         if fault:
             given = lookup(config, f"{OFFLOAD}.buffer_count", 4)
@@ -68,7 +68,7 @@ def _when_it_takes_the_optimizer(original: Callable[..., Any], engine: Any, opti
             raise RuntimeError(f"MARS: {fault}")
         if engine.global_rank == 0:
             for feature in warned(config):
-                logger.warning("%s = %r: %s", feature.key, lookup(config, feature.key), feature.reason)
+                logger.warning("%s %s: %s", feature.key, as_given(config, feature.key), feature.reason)
             for key in unknown(config):
                 logger.warning("%s = %r: mars_dist was not tested with this key", key, lookup(config, key))
         # DeepSpeed makes its flats of exactly these, right after this call.
