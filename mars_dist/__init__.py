@@ -1,7 +1,8 @@
 """MARS for distributed training: the same optimizer on one process, DDP and DeepSpeed ZeRO.
 
 Importing the package registers the name "MARS" with DeepSpeed's JSON configuration as soon as torch is imported (it
-imports and patches nothing else, torch included); ``MARS_DIST_REGISTER=0`` in the environment turns that off.
+imports and patches nothing else, torch included), and has the guard watch over DeepSpeed's engines.
+``MARS_DIST_REGISTER=0`` in the environment turns both off.
 """
 
 import os

@@ -13,54 +13,50 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LATEST = "latest"
+LATEST = "latest"  # for people and other programs: what counts here is the newest folder that is complete
 RUN_FILE = "run.json"
-NAME = re.compile(r"step-(\d{8})")
-
-
-def barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+NAME = re.compile(r"step-(\d{8,})")
+TEMPORARY = re.compile(rf"\.({NAME.pattern}|{LATEST})\.tmp")
 
 
 def save(folder: Path, step: int, facts: dict[str, Any], write: Callable[[Path], None], keep_last: int) -> Path:
     """Write the checkpoint of ``step`` with ``write(folder)`` on every rank; then remove all but the last ones.
 
+    What an earlier process left half written must be gone: see ``tidy``.
+
     Args:
-        folder: where the run keeps its checkpoints.
+        folder: where the run keeps its checkpoints; one and the same folder for all ranks.
         facts: goes to ``run.json`` in it: what a resumed run must agree with.
     """
+    rank = dist.get_rank() if dist.is_initialized() else 0
     name = f"step-{step:08d}"
     temporary, final = folder / f".{name}.tmp", folder / name
-    if is_first():
-        shutil.rmtree(temporary, ignore_errors=True)
+    if rank == 0:
         temporary.mkdir(parents=True)
-    barrier()
+    _barrier()
     write(temporary)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    torch.save(rng_states(), temporary / f"rng-{rank}.pt")
-    barrier()
-    if is_first():
+    torch.save(_rng_states(), temporary / f"rng-{rank}.pt")
+    _barrier()
+    if rank == 0:
         (temporary / RUN_FILE).write_text(json.dumps({"step": step, **facts}, indent=2))
-        shutil.rmtree(final, ignore_errors=True)
+        for path in sorted(temporary.rglob("*")) + [temporary]:
+            _to_disk(path)
+        _remove(final)
         temporary.rename(final)
         pointer = folder / f".{LATEST}.tmp"
         pointer.write_text(name)
         os.replace(pointer, folder / LATEST)
-        for old in complete(folder)[:-keep_last] if keep_last else []:
-            shutil.rmtree(old, ignore_errors=True)
-    barrier()
+        _to_disk(folder)
+        for old in complete(folder)[:-keep_last]:
+            _remove(old)
+    _barrier()
     return final
 
 
 def complete(folder: Path) -> list[Path]:
     """The finished checkpoints, oldest first."""
     found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(path for path in found if NAME.fullmatch(path.name) and (path / RUN_FILE).is_file())
+    return sorted((path for path in found if NAME.fullmatch(path.name) and (path / RUN_FILE).is_file()), key=step_of)
 
 
 def latest(folder: Path) -> Path | None:
@@ -69,13 +65,19 @@ def latest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("-")[1])
+
+
 def facts_of(checkpoint: Path) -> dict[str, Any]:
     return dict(json.loads((checkpoint / RUN_FILE).read_text()))
 
 
-def rng_states() -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+def tidy(folder: Path, everything: bool) -> None:
+    """Remove what was half written when a process was killed; with ``everything`` the finished checkpoints, too."""
+    for path in list(folder.iterdir()) if folder.is_dir() else ():
+        if TEMPORARY.fullmatch(path.name) or (everything and (NAME.fullmatch(path.name) or path.name == LATEST)):
+            _remove(path)
 
 
 def restore_rng(checkpoint: Path) -> None:
@@ -86,3 +88,30 @@ def restore_rng(checkpoint: Path) -> None:
         torch.set_rng_state(states["cpu"])
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
+
+
+def _rng_states() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _remove(path: Path) -> None:
+    """A folder or a file, there or not."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _to_disk(path: Path) -> None:
+    """A name that survives a power cut must not do so without its content."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,14 +1,16 @@
 """One face for the engines that a run may have: one process and DDP (``Plain``), or DeepSpeed (``ZeRO``).
 
-An engine holds the model, the optimizer and the learning-rate schedule. It knows nothing of data, metrics or folders.
+An engine holds the model and the optimizer. It knows nothing of data, metrics or folders, and no step number.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from mars_dist.integrations.deepspeed.launch import initialize
 from mars_dist.pretrain import model as models
+from mars_dist.pretrain.recipe import accumulation
 
 if TYPE_CHECKING:
     from mars_dist.pretrain.recipe import Recipe
@@ -34,53 +37,84 @@ def choose(recipe: Recipe) -> str:
     return "deepspeed" if recipe.engine.deepspeed or launched_by_deepspeed else "ddp"
 
 
-def schedule(recipe: Recipe, step: int) -> float:
-    """Factor on every learning rate in the update after ``step`` updates: linear warm-up, then cosine to min_lr."""
+def schedule(recipe: Recipe, done: int) -> float:
+    """Factor on every learning rate in the update that follows ``done`` updates, as in nanoGPT.
+
+    .. code-block:: text
+
+        done < warmup    (done + 1) / (warmup + 1)
+        else             r + (1 - r) * (1 + cos(pi * (done - warmup) / (steps - warmup))) / 2,    r = min_lr / lr
+    """
     steps, warmup = recipe.training.steps, recipe.schedule.warmup_steps
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
+    if done < warmup:
+        return (done + 1) / (warmup + 1)
     lowest = recipe.schedule.min_lr / recipe.optimizer.lr
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return lowest + (1.0 - lowest) * 0.5 * (1.0 + math.cos(math.pi * done))
+    part = min(1.0, (done - warmup) / (steps - warmup))
+    return lowest + (1.0 - lowest) * 0.5 * (1.0 + math.cos(math.pi * part))
 
 
-class Plain:
-    """One process, or DDP when there are more; bf16 by autocast with float32 weights."""
+class Engine:
+    """What both have in common: the hyper-parameters are the recipe's, also after a checkpoint was loaded."""
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
-        self.model = models.build(recipe.model).to(device)
-        self.wrapped: nn.Module = self.model
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            ids = [device.index] if device.type == "cuda" else None
-            self.wrapped = nn.parallel.DistributedDataParallel(self.model, device_ids=ids)
-        self.optimizer = models.build_optimizer(self.model, recipe.optimizer)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: schedule(recipe, step))
-
-    @property
-    def name(self) -> str:
-        return "DDP" if self.wrapped is not self.model else "one process"
 
     @property
     def lr(self) -> float:
-        return float(self.scheduler.get_last_lr()[0])
+        """Of the last update."""
+        return float(self.optimizer.param_groups[0]["lr"])
 
-    def train_step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """One update on this rank's micro batches; their mean loss before it (on the device)."""
-        total = torch.zeros((), device=self.device)
+    def keep_settings(self) -> None:
+        """Remember what the optimizer was made with: ``apply_settings`` comes back to it."""
+        self.settings = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+
+    def apply_settings(self, done: int) -> None:
+        """Hyper-parameters of the update that follows ``done`` updates: the recipe's, times the schedule."""
+        factor = schedule(self.recipe, done)
+        for group, settings in zip(self.optimizer.param_groups, self.settings, strict=True):
+            group |= settings | {"lr": settings["lr"] * factor}
+
+
+class Plain(Engine):
+    """One process, or DDP when there are more; bf16 by autocast with float32 weights."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        super().__init__(recipe, device)
+        self.model = models.build(recipe.model).to(device)
+        self.ddp: nn.parallel.DistributedDataParallel | None = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            ids = [device.index] if device.type == "cuda" else None
+            self.ddp = nn.parallel.DistributedDataParallel(self.model, device_ids=ids)
+        self.optimizer = models.build_optimizer(self.model, recipe.optimizer)
+        self.keep_settings()
+        self.name = "DDP" if self.ddp else "one process"
+
+    @staticmethod
+    def facts(recipe: Recipe) -> dict[str, Any]:
+        """What a checkpoint must agree with, known before the engine is built."""
+        return {"engine": "DDP or one process"}  # a checkpoint of either goes on in the other
+
+    def train_step(self, done: int, micro_batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The update that follows ``done`` updates.
+
+        Returns: mean loss of this rank's micro batches before it, and the norm of the whole gradient; on the device.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, sequences in enumerate(micro_batches):
-            last = i + 1 == len(micro_batches)
-            waits = not last and isinstance(self.wrapped, nn.parallel.DistributedDataParallel)
-            with self.wrapped.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
-                loss = self._loss(self.wrapped, sequences) / len(micro_batches)
+            exchange = self.ddp is None or i + 1 == len(micro_batches)
+            with contextlib.nullcontext() if exchange or self.ddp is None else self.ddp.no_sync():
+                loss = self._loss(self.ddp or self.model, sequences) / len(micro_batches)
                 loss.backward()
-            total += loss.detach()
-        if self.recipe.training.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.training.clip)
+            total += loss.detach().double()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.training.clip or math.inf)
+        self.apply_settings(done)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.scheduler.step()
-        return total
+        return total, norm
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor) -> Tensor:
@@ -97,49 +131,49 @@ class Plain:
     def save(self, folder: Path) -> None:
         """Rank 0 writes; all ranks hold the same."""
         if not dist.is_initialized() or dist.get_rank() == 0:
-            parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+            parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
             torch.save({name: part.state_dict() for name, part in parts.items()}, folder / STATE_FILE)
 
     def load(self, folder: Path) -> None:
-        state = torch.load(folder / STATE_FILE, map_location=self.device, weights_only=True)
+        mapped = self.device.type == "cuda"  # not in memory once for each GPU; on a CPU the states would stay mapped
+        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
 
     def close(self) -> None: ...
 
 
-class ZeRO:
-    """DeepSpeed. The file ``engine.deepspeed`` says how to shard; batch, precision, clipping and optimizer are the
-    recipe's, and a file that says something else about them is refused.
+class ZeRO(Engine):
+    """DeepSpeed. The file ``engine.deepspeed`` says how to shard; batch, precision, clipping, schedule and optimizer
+    are the recipe's, and a file that says something else about them is refused.
     """
 
-    name = "DeepSpeed"
-
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self.recipe, self.device = recipe, device
+        super().__init__(recipe, device)
+        config = deepspeed_config(recipe)
         self.model = models.build(recipe.model)
         self.optimizer = models.build_optimizer(self.model, recipe.optimizer)
-        self.engine, _, _, self.scheduler = initialize(
-            model=self.model,
-            optimizer=self.optimizer,
-            config=deepspeed_config(recipe),
-            lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: schedule(recipe, step)),
-        )
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # it talks on standard output
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # it calls collectives by old names
+        self.engine = initialize(model=self.model, optimizer=self.optimizer, config=config)[0]
+        self.keep_settings()
         self.name = f"DeepSpeed ZeRO-{self.engine.zero_optimization_stage()}"
 
-    @property
-    def lr(self) -> float:
-        return float(self.engine.get_lr()[0])
+    @staticmethod
+    def facts(recipe: Recipe) -> dict[str, Any]:
+        stage = deepspeed_config(recipe).get("zero_optimization", {}).get("stage", 0)
+        return {"engine": f"DeepSpeed ZeRO-{stage}", "world_size": dist.get_world_size()}
 
-    def train_step(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        total = torch.zeros((), device=self.engine.device)
+    def train_step(self, done: int, micro_batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        self.apply_settings(done)
         for sequences in micro_batches:
             loss = models.loss(self.engine, sequences.to(self.engine.device, non_blocking=True))
             self.engine.backward(loss)
             self.engine.step()
-            total += loss.detach() / len(micro_batches)
-        return total
+            total += loss.detach().double() / len(micro_batches)
+        norm = self.engine.get_global_grad_norm()
+        return total, torch.as_tensor(norm or 0.0, device=total.device)  # None: ZeRO was told not to compute it
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor) -> Tensor:
@@ -154,7 +188,7 @@ class ZeRO:
     def load(self, folder: Path) -> None:
         loaded, _ = self.engine.load_checkpoint(str(folder), tag="deepspeed")
         if loaded is None:
-            raise RuntimeError(f"{folder} holds no checkpoint of DeepSpeed: it was written by another engine")
+            raise FileNotFoundError(f"nothing of DeepSpeed in {folder}")
 
     def close(self) -> None:
         self.engine.destroy()
@@ -170,30 +204,47 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
 
     path = recipe.engine.deepspeed
     config: dict[str, Any] = dict(read(Path(path))) if path else {"zero_optimization": {"stage": 2}}
-    params = (config.pop("optimizer", None) or {}).get("params", {})
-    config.pop("scheduler", None)
+    said, training, optimizer = _flat(config), recipe.training, recipe.optimizer
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     mine = {
-        "train_batch_size": recipe.training.batch,
-        "train_micro_batch_size_per_gpu": recipe.training.micro_batch,
-        "gradient_clipping": recipe.training.clip or 0.0,
+        "train_batch_size": training.batch,
+        "train_micro_batch_size_per_gpu": training.micro_batch,
+        "gradient_accumulation_steps": accumulation(training.batch, training.micro_batch, world_size),
+        "gradient_clipping": training.clip or 0.0,
     }
-    half = {"enabled": recipe.training.precision == "bf16"}
-    said = {
-        **{key: (config.get(key, "auto"), value) for key, value in mine.items()},
-        "bf16.enabled": (config.get("bf16", {}).get("enabled", "auto"), half["enabled"]),
-        "fp16.enabled": (config.get("fp16", {}).get("enabled", "auto"), False),
-        **{
-            f"optimizer.params.{name}": (value, getattr(recipe.optimizer, name))
-            for name, value in params.items()
-            if hasattr(recipe.optimizer, name)
-        },
+    ours = mine | {
+        "bf16.enabled": training.precision == "bf16",
+        "fp16.enabled": False,
+        "optimizer.type": "AdamW" if optimizer.name == "adamw" else "MARS",
+        "optimizer.params.mars_type": getattr(optimizer, "mars_type", "auto"),
+        **{f"optimizer.params.{key}": value for key, value in optimizer.model_dump(mode="json").items()},
+        "scheduler.params.total_num_steps": training.steps,
+        "scheduler.params.warmup_num_steps": recipe.schedule.warmup_steps,
+        "scheduler.params.cos_min_ratio": recipe.schedule.min_lr / optimizer.lr,
     }
-    for key, (theirs, ours) in said.items():
-        same = list(theirs) == list(ours) if isinstance(ours, list | tuple) else theirs == ours
-        if theirs != "auto" and not same:
+    for key in said.keys() & ours.keys():
+        if not _agree(said[key], ours[key]):
             raise ValueError(
-                f"{path}: {key} is {json.dumps(theirs)}, the recipe has {json.dumps(ours)}: change one of them "
-                "(--set changes the recipe)"
+                f"{path}: {key} is {json.dumps(said[key])}, the recipe has {json.dumps(ours[key])}: change one of "
+                "them (--set changes the recipe), or take it out of the file, and the recipe's is used"
             )
-    config.pop("fp16", None)
-    return config | mine | {"bf16": config.get("bf16", {}) | half, "zero_force_ds_cpu_optimizer": False}
+    sharding = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler", "fp16")}
+    bf16 = dict(config.get("bf16", {})) | {"enabled": training.precision == "bf16"}
+    quiet = {"steps_per_print": 10**9} | sharding
+    return quiet | mine | {"bf16": bf16, "zero_force_ds_cpu_optimizer": False}
+
+
+def _flat(config: Any, above: str = "") -> dict[str, Any]:
+    """``{"bf16": {"enabled": true}}`` as ``{"bf16.enabled": true}``."""
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        out |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
+    return out
+
+
+def _agree(theirs: Any, ours: Any) -> bool:
+    if isinstance(theirs, str) or isinstance(ours, str):
+        return "auto" in (theirs, ours) or str(theirs).lower() == str(ours).lower()
+    if isinstance(theirs, float) and isinstance(ours, float):
+        return math.isclose(theirs, ours, rel_tol=1e-9)
+    return bool(theirs == ours)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +12,15 @@ if TYPE_CHECKING:
     from mars_dist.pretrain.recipe import Recipe
 
 FILE = "metrics.jsonl"
+BOARD = "tensorboard"
+NO_CURVE = ("step", "tokens", "seconds")
 
 
 class Metrics:
-    """Writes on rank 0 and does nothing on the others. A resumed run continues its files behind ``step``."""
+    """Writes on rank 0 and does nothing on the others. A resumed run continues its files behind ``step``.
+
+    The files are closed when the ``with`` block ends, however it does.
+    """
 
     def __init__(self, recipe: Recipe, out: Path, step: int, facts: dict[str, Any], active: bool, bar: bool) -> None:
         self.active = active
@@ -21,25 +28,45 @@ class Metrics:
             return
         from tqdm import tqdm
 
-        path = out / FILE
-        earlier = [json.loads(line) for line in _lines(path)] if step else []
-        self.file = path.open("w", encoding="utf-8")
-        for record in earlier:
-            if record.get("step", 0) <= step and "summary" not in record:
-                self._line(record)
-        self._line({"run": facts})  # also behind the earlier part of a resumed run: ranks may have changed
-        total = recipe.training.steps
-        self.bar = tqdm(total=total, initial=step, unit="step", disable=not bar, dynamic_ncols=True)
+        path, total = out / FILE, recipe.training.steps
+        board = import_or(f"torch.utils.{BOARD}", f"logging.{BOARD}=false") if recipe.logging.tensorboard else None
+        wandb = import_or("wandb", "logging.wandb=null") if recipe.logging.wandb else None
+
+        earlier = [record for record in records(path) if record.get("step", 0) <= step] if step else []
+        self.complete = step >= total and bool(earlier) and "summary" in earlier[-1]  # a finished run, started again
+        if not self.complete:
+            # Ranks and versions may have changed, so a resumed run says them again.
+            earlier = [record for record in earlier if "summary" not in record] + [{"run": facts}]
+        self.seconds_before = seconds_of(earlier)
+        temporary = out / f".{FILE}.tmp"
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in earlier), encoding="utf-8")
+        os.replace(temporary, path)
+        self.file = path.open("a", encoding="utf-8")
+
+        self.bar = tqdm(total=total, initial=min(step, total), unit="step", disable=not bar, dynamic_ncols=True)
         self.board: Any = None
-        if recipe.logging.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+        if board is not None:
+            if step == 0:  # events of a run that ended before its first checkpoint, or that is started over
+                for events in (out / BOARD).glob("events.out.tfevents.*"):
+                    events.unlink()
+            self.board = board.SummaryWriter(str(out / BOARD), purge_step=step + 1)
         self.wandb: Any = None
-        if recipe.logging.wandb:
-            import wandb  # type: ignore[import-not-found, unused-ignore]  # only who asks for it needs it
+        if wandb is not None:
+            config = recipe.model_dump(mode="json")
+            self.wandb = wandb.init(project=recipe.logging.wandb, name=recipe.name, dir=str(out), config=config)
 
-            self.wandb = wandb.init(project=recipe.logging.wandb, dir=str(out), config=recipe.model_dump())
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if not self.active:
+            return
+        self.file.close()
+        self.bar.close()
+        if self.board is not None:
+            self.board.close()
+        if self.wandb is not None:
+            self.wandb.finish()
 
     def write(self, record: dict[str, Any]) -> None:
         """One step: ``record`` has "step" and numbers."""
@@ -47,7 +74,7 @@ class Metrics:
             return
         self._line(record)
         for name, value in record.items():
-            if self.board is not None and name not in ("step", "seconds", "tokens"):
+            if self.board is not None and name not in NO_CURVE:
                 self.board.add_scalar(name, value, record["step"])
         if self.wandb is not None:
             self.wandb.log(record, step=record["step"])
@@ -65,24 +92,37 @@ class Metrics:
         if self.active and not self.bar.disable:
             self.bar.write(text)
 
-    def finish(self, summary: dict[str, Any] | None) -> None:
-        if not self.active:
-            return
-        if summary is not None:
-            self._line({"summary": summary})
-        self.file.close()
-        self.bar.close()
-        if self.board is not None:
-            self.board.close()
-        if self.wandb is not None:
-            self.wandb.finish()
+    def summary(self, facts: dict[str, Any], seconds: float) -> None:
+        """The last line, once all steps are done. ``seconds``: of this process; the earlier parts' are added."""
+        if self.active and not self.complete:
+            self._line({"summary": facts | {"seconds": round(self.seconds_before + seconds, 2)}})
 
     def _line(self, record: dict[str, Any]) -> None:
         print(json.dumps(record), file=self.file, flush=True)
 
 
-def _lines(path: Path) -> list[str]:
-    """The complete lines of an earlier part of the run; a process that was killed may have left half of the last."""
+def records(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a run's file; a process that was killed may have left half of the last one."""
     if not path.exists():
         return []
-    return [line for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line]
+
+
+def seconds_of(earlier: list[dict[str, Any]]) -> float:
+    """Of all parts of a run, without the steps that were lost. Each part begins with a "run" and counts from zero."""
+    total = part = 0.0
+    for record in [*earlier, {"run": {}}]:
+        if "run" in record:
+            total, part = total + part, 0.0
+        part = record.get("seconds", part)
+    return total
+
+
+def import_or(module: str, setting: str) -> Any:
+    """Only who asks for it needs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{error}: install it (pip install {module.split('.')[-1]}) or give --set {setting}"
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +52,7 @@ def build(section: Model) -> nn.Module:
             if name.endswith(".bias"):
                 nn.init.zeros_(p).requires_grad_(False)
     if section.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     if section.compile:
         model.compile()
     return model
@@ -69,21 +70,34 @@ def loss(model: Any, sequences: Tensor) -> Tensor:
 
 def parameter_groups(model: nn.Module, section: AdamWOptimizer | MarsOptimizer) -> list[dict[str, Any]]:
     """Matrices; embeddings, which are decayed by ``weight_decay_embeddings`` and are no matrices to matrix variants;
-    all others. Every trainable parameter is in exactly one group; names go along, for messages.
+    all others. Every trainable parameter is in exactly one group; the learning rate of the first is the recipe's.
+
+    MARS-Shampoo and Muon scale an update by sqrt(max(1, rows / columns)), rows being the outputs, as in the published
+    runs' ``nn.Linear``. transformers' GPT-2 keeps the transpose, (inputs, outputs), so there the factor between the
+    two scales, sqrt(outputs / inputs), goes into the learning rate, and weight decay is divided by it: a group for
+    each factor. The orthogonal factor itself does not depend on it.
     """
-    groups: dict[str, list[tuple[str, nn.Parameter]]] = {"matrices": [], "embeddings": [], "others": []}
+    mars_type = getattr(section, "mars_type", None)
+    matrices: dict[float, list[tuple[str, nn.Parameter]]] = {1.0: []}
+    embeddings: list[tuple[str, nn.Parameter]] = []
+    others: list[tuple[str, nn.Parameter]] = []
     for name, p in model.named_parameters():
-        if p.requires_grad:
-            kind = "embeddings" if name in EMBEDDINGS else "matrices" if p.ndim == 2 else "others"
-            groups[kind].append((name, p))
-    settings: dict[str, dict[str, Any]] = {
-        "matrices": {"weight_decay": section.weight_decay},
-        "embeddings": {"weight_decay": section.weight_decay_embeddings},
-        "others": {"weight_decay": section.weight_decay_1d},
-    }
-    if getattr(section, "mars_type", None) in MATRIX_VARIANTS:
-        settings["embeddings"] |= {"use_mars": False, "weight_decay_1d": section.weight_decay_embeddings}
-    return [{"params": members} | settings[kind] for kind, members in groups.items() if members]
+        if p.requires_grad and name in EMBEDDINGS:
+            embeddings.append((name, p))
+        elif p.requires_grad and p.ndim == 2:
+            scaled = mars_type == "mars-shampoo"
+            matrices.setdefault(math.sqrt(p.shape[1] / p.shape[0]) if scaled else 1.0, []).append((name, p))
+        elif p.requires_grad:
+            others.append((name, p))
+    groups: list[dict[str, Any]] = [
+        {"params": members, "lr": section.lr * factor, "weight_decay": section.weight_decay / factor}
+        for factor, members in matrices.items()
+    ]
+    groups.append({"params": embeddings, "weight_decay": section.weight_decay_embeddings})
+    if mars_type in MATRIX_VARIANTS:
+        groups[-1] |= {"use_mars": False, "weight_decay_1d": section.weight_decay_embeddings}
+    groups.append({"params": others, "weight_decay": section.weight_decay_1d})
+    return [group for group in groups if group["params"]]
 
 
 def build_optimizer(model: nn.Module, section: AdamWOptimizer | MarsOptimizer) -> torch.optim.Optimizer:
@@ -95,13 +109,18 @@ def build_optimizer(model: nn.Module, section: AdamWOptimizer | MarsOptimizer) -
     return MARS(groups, mars_type=section.mars_type, **keywords)
 
 
+def count(model: nn.Module) -> int:
+    """Trainable parameters; frozen biases are none. ZeRO-3 keeps the whole size of what it has cut up."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
+
+
 def flops_per_token(model: nn.Module, section: Model) -> float:
     """Forward and backward: 6 per parameter, and 12 layers width length for attention (Chowdhery et al. 2022, app. B).
 
     The position table is looked up, not multiplied.
     """
-    parameters = sum(p.numel() for p in model.parameters()) - section.sequence_length * section.width
-    return 6.0 * parameters + 12.0 * section.layers * section.width * section.sequence_length
+    multiplied = count(model) - section.sequence_length * section.width
+    return 6.0 * multiplied + 12.0 * section.layers * section.width * section.sequence_length
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -75,7 +75,8 @@ def register() -> None:
             raise RuntimeError(
                 f"torch.optim.{name} is already {present!r}: mars_dist does not overwrite it, and a DeepSpeed "
                 f'configuration with "type": "{name}" would train with that one. Remove it, or set '
-                "MARS_DIST_REGISTER=0 and pass mars_dist.MARS to deepspeed.initialize yourself."
+                "MARS_DIST_REGISTER=0 and pass mars_dist.MARS to deepspeed.initialize yourself (nothing then refuses "
+                "what does not work with MARS)."
             )
     for name in NAMES:
         setattr(torch.optim, name, mars_from_config)

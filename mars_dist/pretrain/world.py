@@ -1,0 +1,88 @@
+"""The processes of a run: joining those of the launcher, what they tell each other, the signals that end them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mars_dist.integrations.deepspeed.launch import prepare_deepspeed, use_gpu
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of the run."""
+
+    rank: int
+    size: int
+    device: torch.device
+    joined_here: bool
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        """The values of every rank, by rank."""
+        if not dist.is_initialized():
+            return [values]
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine)
+        return torch.stack(everyone).tolist()
+
+    def leave(self) -> None:
+        """Wait for the others, so that no launcher ends one that is still closing its files, and part from them."""
+        if dist.is_initialized():
+            dist.barrier()
+            if self.joined_here:
+                dist.destroy_process_group()
+
+
+def join(out: Path, engine_name: str) -> World:
+    """Join the processes of whatever launcher started this one; without one, this process is the world."""
+    if engine_name == "deepspeed":
+        prepare_deepspeed(out)
+        if "WORLD_SIZE" not in os.environ:  # DeepSpeed wants a process group even for one
+            with socket.socket() as s:
+                s.bind(("127.0.0.1", 0))
+                port = str(s.getsockname()[1])
+            os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    device = torch.device("cpu")
+    if use_gpu():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    joins = "WORLD_SIZE" in os.environ and not dist.is_initialized()
+    if joins:
+        here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))
+        if device.type == "cpu" and here == os.environ["WORLD_SIZE"]:  # gloo need not resolve this machine's name
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    if not dist.is_initialized():
+        return World(0, 1, device, joined_here=False)
+    return World(dist.get_rank(), dist.get_world_size(), device, joined_here=joins)
+
+
+@contextmanager
+def signals_noted() -> Iterator[list[int]]:
+    """A list that receives every SIGINT, SIGTERM and SIGUSR1 while the block runs; a second SIGINT ends it at once."""
+    noted: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        noted.append(number)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it even while it waits in a library for another rank
+
+    before = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
