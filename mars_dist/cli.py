@@ -62,7 +62,6 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--fresh", action="store_true", help="start over, whatever --out holds")
     train.add_argument("--json", action="store_true", help="print the summary as JSON at the end; implies --quiet")
     train.add_argument("--show", action="store_true", help="print the resolved recipe and do nothing")
-    train.add_argument("--local_rank", "--local-rank", type=int, default=None, help=argparse.SUPPRESS)
 
     prepare = command("prepare", _prepare, "tokenise text into shards that train reads; run it again to go on", "")
     prepare.add_argument(
@@ -125,7 +124,7 @@ def _train(args: argparse.Namespace) -> int:
 
     out = args.out or Path("runs") / recipe.name
     code = train(recipe, out, resume=not args.fresh, bar=not (args.quiet or args.json))
-    if args.json and os.environ.get("RANK", "0") == "0":
+    if args.json and code == 0 and os.environ.get("RANK", "0") == "0":
         print((out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     return code
 
@@ -166,7 +165,10 @@ def _prepare(args: argparse.Namespace) -> int:
     elif not quiet:
         counts = {name: (f["documents"], f["tokens"]) for name, f in index["splits"].items()}
         parts = [f"{name}: {documents:,} documents, {tokens:,} tokens" for name, (documents, tokens) in counts.items()]
-        print(f"\n{args.out}: " + "; ".join(parts) + f". Train on it: mars-dist train ... --set data.path={args.out}")
+        from mars_dist.pretrain.tokenizer import RANKS_FILE
+
+        print(f"\ntokenizer: GPT-2's, from {RANKS_FILE}")
+        print(f"{args.out}: " + "; ".join(parts) + f". Train on it: mars-dist train ... --set data.path={args.out}")
     return 0
 
 
@@ -193,7 +195,11 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    # The deepspeed launcher puts its --local_rank before the command; LOCAL_RANK in the environment says the same.
+    words = [
+        w for w in (sys.argv[1:] if argv is None else argv) if not w.startswith(("--local_rank=", "--local-rank="))
+    ]
+    args = parser().parse_args(words)
     if args.quiet or getattr(args, "json", False):
         logging.getLogger("mars_dist").setLevel(logging.WARNING)
     try:
@@ -203,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         if args.debug:
             raise
-        text = str(error) or type(error).__name__
+        text = " ".join(str(error).split()) or type(error).__name__
         print(f"mars-dist: error: {text}", file=sys.stderr)
         return int(getattr(error, "exit_code", 1))
 

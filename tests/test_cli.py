@@ -88,6 +88,12 @@ def test_show_prints_a_recipe_that_says_the_same(capsys: pytest.CaptureFixture[s
     assert code == 0 and recipes.load(file).model_dump(exclude={"name"}) == expected.model_dump(exclude={"name"})
 
 
+def test_the_deepspeed_launchers_argument_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    """It comes before the command, whatever the command is."""
+    code, out, _ = run(capsys, "--local_rank=0", "train", "tiny", "--show")
+    assert code == 0 and "layers: 4" in out
+
+
 def test_check_is_the_checker_of_configurations(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"optimizer": {"type": "MARS", "params": {"gama": 1}}, "gradient_clipping": 1.0}))

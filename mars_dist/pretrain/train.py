@@ -20,7 +20,7 @@ from mars_dist.pretrain.engine import Plain, ZeRO, choose
 from mars_dist.pretrain.metrics import Metrics
 from mars_dist.pretrain.recipe import Recipe, accumulation
 from mars_dist.pretrain.shards import open_split
-from mars_dist.pretrain.tokenizer import gpt2_tokenizer
+from mars_dist.pretrain.tokenizer import RANKS_FILE, gpt2_tokenizer
 from mars_dist.pretrain.world import World, join, signals_noted
 
 logger = logging.getLogger("mars_dist")
@@ -257,6 +257,7 @@ def describe(recipe: Recipe, about: dict[str, Any], step: int, out: Path) -> str
         f"{about['name']}: {about['parameters'] / 1e6:.1f} M parameters, {recipe.optimizer.name} at lr "
         f"{recipe.optimizer.lr:g}, {recipe.training.steps} steps of {about['batch']} x {about['sequence_length']} "
         f"tokens\n{about['engine']} on {about['world_size']} x {about['device']}{going_on}; writing {out}"
+        + ("" if recipe.data.path else f"\nthe text that ships; tokenizer: GPT-2's, from {RANKS_FILE}")
     )
 
 
