@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +26,8 @@ Train GPT-2 with the MARS optimizers, from text to curve.
 """
 EXIT_CODES = """\
 exit codes: 0 done, 1 an error (said in one line, with the remedy; --debug shows where), 2 wrong usage, 3 stopped by a
-signal after a checkpoint was saved (run the same command again), 4 stopped because the loss was not finite
+signal after a checkpoint was saved (run the same command again), 4 stopped because the loss was not finite, 130 Ctrl-C
+before there was anything to save
 """
 
 
@@ -77,7 +79,9 @@ def parser() -> argparse.ArgumentParser:
     prepare.add_argument("--val-fraction", type=float, help="documents held out (default 0.0005; --shipped: 0.1)")
     prepare.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="(default 100,000,000)")
     prepare.add_argument("--text-field", default="text", help="field of jsonl and parquet rows (default text)")
-    prepare.add_argument("--separator", help="text that ends a document in txt files (default: a file is a document)")
+    prepare.add_argument(
+        "--separator", help=r"text that ends a document in txt files, \n and \t understood (default: a file is one)"
+    )
     prepare.add_argument("--format", choices=("txt", "jsonl", "parquet"), help="of the files (default: by their names)")
     prepare.add_argument("--errors", choices=("strict", "replace"), default="strict", help="bytes that are no UTF-8")
     prepare.add_argument("--json", action="store_true", help="print the index as JSON; implies --quiet")
@@ -149,17 +153,31 @@ def _prepare(args: argparse.Namespace) -> int:
     fraction = args.val_fraction if args.val_fraction is not None else 0.1 if args.shipped else 0.0005
     quiet = args.quiet or args.json
 
+    if source.left_out and not quiet:
+        reasons = ", ".join(f"{why}: {count:,}" for why, count in sorted(source.left_out.items()))
+        print(f"not read from the folders given: {reasons}", file=sys.stderr)
+
     def show(progress: Any) -> None:
         print(f"\r{progress.documents:,} documents, {progress.tokens:,} tokens", end="", file=sys.stderr, flush=True)
 
-    index = prepare(
-        source,
-        args.out,
-        workers=args.workers,
-        val_fraction=fraction,
-        shard_tokens=args.shard_tokens,
-        report=None if quiet else show,
-    )
+    try:
+        index = prepare(
+            source,
+            args.out,
+            workers=args.workers,
+            val_fraction=fraction,
+            shard_tokens=args.shard_tokens,
+            report=None if quiet else show,
+        )
+    finally:
+        if not quiet:
+            print(file=sys.stderr)
+    if not index["splits"]["val"]["documents"]:
+        print(
+            "no document went to val: prepare again into another --out with --val-fraction 0.1, or train with "
+            "--set validation.every=0",
+            file=sys.stderr,
+        )
     if args.json:
         print(json.dumps(index))
     elif not quiet:
@@ -167,8 +185,12 @@ def _prepare(args: argparse.Namespace) -> int:
         parts = [f"{name}: {documents:,} documents, {tokens:,} tokens" for name, (documents, tokens) in counts.items()]
         from mars_dist.pretrain.tokenizer import RANKS_FILE
 
-        print(f"\ntokenizer: GPT-2's, from {RANKS_FILE}")
-        print(f"{args.out}: " + "; ".join(parts) + f". Train on it: mars-dist train ... --set data.path={args.out}")
+        print(f"tokenizer: GPT-2's, from {RANKS_FILE}")
+        print(
+            f"{args.out}: "
+            + "; ".join(parts)
+            + f". Train on it: mars-dist train ... --set data.path={shlex.quote(str(args.out))}"
+        )
     return 0
 
 
@@ -205,11 +227,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except KeyboardInterrupt:
+        print("mars-dist: interrupted before there was anything to save", file=sys.stderr)
         return 130
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
+    except Exception as error:
         if args.debug:
             raise
         text = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, ImportError) and "pip install" not in text:
+            text += ": pip install 'mars-dist[deepspeed,train]' brings what this command needs"
+        elif not isinstance(error, (ValueError, OSError, RuntimeError, ImportError)):
+            text = f"unexpected {type(error).__name__}: {text} (--debug shows where)"
         print(f"mars-dist: error: {text}", file=sys.stderr)
         return int(getattr(error, "exit_code", 1))
 

@@ -125,6 +125,18 @@ def test_the_prepared_text_was_what_was_read(runs: Path) -> None:
     assert lines[-1]["summary"]["rules"] == {"MARS-AdamW": 6, "AdamW": 10}
 
 
+def test_prepare_says_what_it_leaves_out_and_that_nothing_is_held_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/one.txt").write_text("One document.")
+    (tmp_path / "texts/notes.md").write_text("not read")
+    words = ["prepare", tmp_path / "texts", "--out", tmp_path / "data", "--workers", "1", "--val-fraction", "0"]
+    code, out, err = run(capsys, *words)
+    assert code == 0 and "train: 1 documents, 4 tokens" in out and "tokenizer: GPT-2's, from " in out
+    assert "name not known: 1" in err and "no document went to val: prepare again" in err
+
+
 def test_a_finished_run_is_not_run_again(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "tiny-adamw", *SETTINGS, "--set", f"data.path={runs / 'data'}", "--out", runs / "adamw", "--json"]
     code, out, _ = run(capsys, *words)

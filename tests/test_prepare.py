@@ -276,6 +276,41 @@ def test_a_finished_folder_is_left_as_it_is(tmp_path: Path, texts: list[str], to
         prepare(open_source(moved), out, workers=1, val_fraction=0.3, tokenizer=tokenizer)
 
 
+@pytest.mark.parametrize("form", [None, "jsonl"])
+@pytest.mark.parametrize("below", ["", "out", "deeper/out"])
+def test_the_folder_of_the_shards_may_be_inside_the_source(
+    below: str,
+    form: str | None,
+    tmp_path: Path,
+    texts: list[str],
+    tokenizer: tiktoken.Encoding,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`prepare my_texts --out my_texts/data`, killed and run again, twice: its own files are no documents."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", texts[:20])
+    write_jsonl(folder / "z.jsonl", texts[20:40])
+    (folder / "deeper").mkdir()
+    write_jsonl(folder / "deeper/index.json", texts[40:50])  # somebody else's file of that name
+    out = folder / below
+    options: dict[str, Any] = {"workers": 1, "val_fraction": 0.3, "tokenizer": tokenizer, "save_seconds": 0}
+    options |= {"shard_tokens": 1000}
+    monkeypatch.setattr(sources, "CHUNK", 2000)
+
+    def killed_run() -> None:
+        prepare(open_source(folder, form=form), out, report=killing_at(5), **options)
+
+    assert run_until_killed(killed_run) == -signal.SIGKILL
+    assert (out / "progress.json").exists() and list(out.glob("*.bin")) and list(out.glob("*.bin.tmp"))
+    index = prepare(open_source(folder, form=form), out, **options)
+    for _ in range(2):
+        source = open_source(folder, form=form)
+        assert source.left_out["written by mars-dist prepare"] >= 1
+        assert prepare(source, out, **options) == index
+    assert sum(split["documents"] for split in index["splits"].values()) == 50
+
+
 def test_a_folder_with_other_data_is_refused(
     tmp_path: Path, texts: list[str], tokenizer: tiktoken.Encoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,8 +330,11 @@ def test_a_folder_with_other_data_is_refused(
             prepare(open_source(path), out, **options)
         before = all_files(out)
         cases: list[tuple[dict[str, Any], str]] = [
-            ({"val_fraction": 0.1}, r"holds other data, differing in val_fraction \(0.3 there, 0.1 now\); choose"),
-            ({"shard_tokens": 7}, r"differing in shard_tokens \(100000000 there, 7 now\)"),
+            (
+                {"val_fraction": 0.1},
+                r"holds other data, differing in --val-fraction \(0.3 there, 0.1 now\); choose another --out",
+            ),
+            ({"shard_tokens": 7}, r"differing in --shard-tokens \(100000000 there, 7 now\)"),
             ({"tokenizer": other}, r"differing in .*tokenizer \(gpt2 there, bytes now\)"),
         ]
         for change, message in cases:
@@ -305,7 +343,7 @@ def test_a_folder_with_other_data_is_refused(
         another = write_jsonl(tmp_path / "b.jsonl", texts[:21])
         with pytest.raises(PrepareError, match=r"differing in source.bytes \(.* there, .* now\), source.sha256"):
             prepare(open_source(another), out, **options)
-        with pytest.raises(PrepareError, match=r"differing in source.errors \(strict there, replace now\);"):
+        with pytest.raises(PrepareError, match=r"differing in --errors \(strict there, replace now\);"):
             prepare(open_source(path, errors="replace"), out, **options)
         assert all_files(out) == before
     nanogpt = tmp_path / "nanogpt"
@@ -338,10 +376,10 @@ def test_no_documents_and_then_some(tmp_path: Path, tokenizer: tiktoken.Encoding
 def test_wrong_arguments(tmp_path: Path) -> None:
     source = open_source("shipped")
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"workers": 0}, "workers is 0, must be at least 1"),
-        ({"val_fraction": 1.0}, "val_fraction is 1.0, must be at least 0 and below 1"),
-        ({"val_fraction": float("nan")}, "val_fraction is nan"),
-        ({"shard_tokens": 0}, "shard_tokens is 0"),
+        ({"workers": 0}, "--workers is 0, must be at least 1"),
+        ({"val_fraction": 1.0}, "--val-fraction is 1.0, must be at least 0 and below 1"),
+        ({"val_fraction": float("nan")}, "--val-fraction is nan"),
+        ({"shard_tokens": 0}, "--shard-tokens is 0"),
     ]
     for arguments, message in cases:
         with pytest.raises(PrepareError, match=message):
@@ -397,7 +435,7 @@ def test_a_worker_that_is_killed_is_an_error_and_not_a_hang(
 
     with monkeypatch.context() as patched:
         patched.setattr(Encoder, "__call__", die)
-        with pytest.raises(PrepareError, match="a worker process was killed, .* fewer workers"):
+        with pytest.raises(PrepareError, match="a worker process was killed, .* fewer --workers"):
             prepare(source, tmp_path / "out", workers=2, val_fraction=0.0, tokenizer=tokenizer)
     prepare(source, tmp_path / "out", workers=2, val_fraction=0.0, tokenizer=tokenizer)
     check(tmp_path / "out", texts, tokenizer)

@@ -229,8 +229,14 @@ def test_files_without_an_index_that_cannot_be_right(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="train.bin has 3 bytes, not a whole number of uint16 tokens"):
         open_split(tmp_path)
     (tmp_path / "train.bin").write_bytes(b"")
-    with pytest.raises(DataError, match="train.bin is empty"):
+    with pytest.raises(DataError, match="train.bin is empty; prepare again into another --out, with more text"):
         open_split(tmp_path)
+    remedy = "; prepare again into another --out with --val-fraction 0.1, or train with --set validation.every=0"
+    with pytest.raises(DataError, match=f"val.bin: no such file{remedy}"):
+        open_split(tmp_path, "val")
+    (tmp_path / "val.bin").write_bytes(b"")
+    with pytest.raises(DataError, match=f"val.bin is empty{remedy}"):
+        open_split(tmp_path, "val")
     with pytest.raises(DataError, match="dtype 'int8' is not one of uint16, uint32"):
         open_split(tmp_path, dtype="int8")
 
@@ -238,6 +244,12 @@ def test_files_without_an_index_that_cannot_be_right(tmp_path: Path) -> None:
 def test_fewer_tokens_than_one_block(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has 15 tokens, fewer than one sequence of 16"):
         Blocks(many(tmp_path, [5, 10]), 16, seed=1)
+    with pytest.raises(DataError, match=r"train-00000.bin has 5 tokens, fewer than one sequence of 16: give more text"):
+        Blocks(open_split(tmp_path / "train-00000.bin"), 16, seed=1)
+    (tmp_path / "a.txt").write_text("a")
+    prepare(open_source(tmp_path / "a.txt"), tmp_path / "out", workers=1, val_fraction=0.0)
+    with pytest.raises(DataError, match=r"/out, 'train', has 2 tokens, fewer than one sequence of 16"):
+        Blocks(open_split(tmp_path / "out"), 16, seed=1)
 
 
 def test_a_token_outside_the_vocabulary_is_named_when_it_is_read(tmp_path: Path) -> None:
@@ -247,10 +259,29 @@ def test_a_token_outside_the_vocabulary_is_named_when_it_is_read(tmp_path: Path)
         Blocks(tokens, 10, seed=1, vocabulary=599).batch(0, 60)
     with pytest.raises(DataError, match=r"token 7 of the text is 7, outside the vocabulary of 7"):
         Blocks(np.arange(8, dtype=np.uint16), 8, seed=1, vocabulary=7).batch(0, 1)
-    # uint32 files read as uint16 show as such a token, or as zeros: the index says which it is
-    (tmp_path / "val.bin").write_bytes(np.array([50_000, 65_535], dtype="<u4").tobytes())
+    (tmp_path / "val.bin").write_bytes(np.array([50_000, 65_535], dtype="<u2").tobytes())
     with pytest.raises(DataError, match="is 65535, outside the vocabulary of 50304"):
-        Blocks(open_split(tmp_path, "val"), 4, seed=1, vocabulary=50304).batch(0, 1)
+        Blocks(open_split(tmp_path, "val"), 2, seed=1, vocabulary=50304).batch(0, 1)
+
+
+@pytest.mark.parametrize("count", [2, 1000, 40_000, 200_001])
+@pytest.mark.parametrize("vocabulary", [50_257, 128_256, 262_144])
+def test_uint32_tokens_without_an_index_are_not_read_as_uint16(count: int, vocabulary: int, tmp_path: Path) -> None:
+    ids = np.random.default_rng(1).integers(10, vocabulary, count)
+    ids.astype("<u4").tofile(tmp_path / "train.bin")
+    message = "train.bin looks like uint32 tokens; prepare the data with `mars-dist prepare`"
+    for path in (tmp_path, tmp_path / "train.bin"):
+        with pytest.raises(DataError, match=message):
+            open_split(path)
+    assert np.array_equal(open_split(tmp_path, dtype="uint32")[:], ids)
+    assert len(open_split(tmp_path, dtype="uint16")) == 2 * count, "whoever says so knows"
+
+
+@pytest.mark.parametrize("vocabulary", [2, 4, 65, 50_257])
+def test_uint16_tokens_of_any_vocabulary_are_read(vocabulary: int, tmp_path: Path) -> None:
+    ids = np.random.default_rng(1).integers(0, vocabulary, 1000).astype("<u2")
+    ids.tofile(tmp_path / "train.bin")
+    assert np.array_equal(open_split(tmp_path)[:], ids)
 
 
 def test_shards_that_are_not_what_the_index_says(copy: Path) -> None:
@@ -309,7 +340,9 @@ def test_a_split_without_documents(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     prepare(open_source(tmp_path / "a.txt"), tmp_path / "out", workers=1, val_fraction=0.0)
     assert len(open_split(tmp_path / "out")) == 2
-    with pytest.raises(DataError, match="no document went to 'val'; prepare it again with another val fraction"):
+    with pytest.raises(
+        DataError, match="no document went to 'val'; prepare again into another --out with --val-fraction 0.1, or"
+    ):
         open_split(tmp_path / "out", "val")
 
 

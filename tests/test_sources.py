@@ -124,6 +124,65 @@ def test_a_separator_is_found_across_the_blocks_that_are_read(
         assert [text for chunk in found for text in chunk.texts] == expected, content
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"), [(r"\n\n", "\n\n"), (r"\t\r", "\t\r"), (r"a\\n", r"a\n"), (r"\d", r"\d"), ("\n", "\n")]
+)
+def test_a_separator_as_a_shell_gives_it(given: str, meant: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(f"one{meant}two".encode())
+    assert next(open_source(tmp_path, separator=given).chunks()).texts == ["one", "two"]
+
+
+def test_in_a_list_a_name_is_that_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the command gives what stands on its line; "shipped" and "hf:NAME" by themselves are its options."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("shipped", "hf:name"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"in {name}")
+        for where in ([name], Path(name)):
+            assert next(open_source(where).chunks()).texts == [f"in {name}"]
+    both = open_source(["shipped", "hf:name"])
+    assert next(both.chunks()).texts == ["in shipped", "in hf:name"]
+    assert next(open_source("shipped").chunks()).texts == shakespeare()[:1]
+
+
+def test_what_a_folder_holds_besides_is_counted(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git/b.txt").write_text("hidden")
+    elsewhere.mkdir()
+    (elsewhere / "c.txt").write_text("linked")
+    (folder / "link").symlink_to(elsewhere)
+    (folder / "c.txt").symlink_to(elsewhere / "c.txt")
+    (folder / "loop").symlink_to(folder)
+    (folder / "a.txt").write_text("a")
+    (folder / "a.pdf").write_text("a")
+    (folder / "notes").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(folder / "b.txt")
+    source = open_source(folder)
+    assert next(source.chunks()).texts == ["a", "linked"]
+    assert source.left_out == {"hidden": 1, "link to a folder": 2, "not a regular file": 1, "name not known": 2}
+    assert open_source(folder / "a.txt").left_out == {} == open_source("shipped").left_out
+    (folder / "d.txt").symlink_to(tmp_path / "nowhere")
+    for where in (folder, folder / "d.txt", folder / "*.txt"):
+        with pytest.raises(PrepareError, match="d.txt is a link that leads nowhere"):
+            open_source(where)
+
+
+def test_a_folder_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refusing(path: Any) -> Any:  # root, as whom tests may run, is refused nothing
+        if os.path.basename(path) == "closed":
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(PrepareError, match=r"folder .*/closed cannot be read \(Permission denied\)"):
+        open_source(tmp_path)
+
+
 # ---- what is refused in a source
 
 
@@ -132,11 +191,19 @@ def test_a_separator_is_found_across_the_blocks_that_are_read(
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl, line 2: not one JSON object"),
         ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', r"a.jsonl, line 3: list, not a JSON object"),
-        ("a.jsonl", b'{"body": "a", "id": 1}\n', r"a.jsonl, line 1: no field 'text'; there are 'body', 'id'"),
+        (
+            "a.jsonl",
+            b'{"body": "a", "id": 1}\n',
+            r"line 1: no field 'text'; there are 'body', 'id': name one with --text",
+        ),
+        ("a.jsonl", b"{}\n", r"a.jsonl, line 1: no field 'text', and no other"),
         ("a.jsonl", b'{"text": null}\n', r"a.jsonl, line 1: field 'text' is null, not text"),
         ("a.jsonl", b'{"text": 5}\n', r"a.jsonl, line 1: field 'text' is int, not text"),
-        ("a.jsonl", b'{"text": "\xff"}\n', r"a.jsonl, line 1, byte 10: 0xff is not UTF-8; save .* errors='replace'"),
-        ("a.jsonl", b"[" * 100_000, r"a.jsonl, line 1: not one JSON object"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"a.jsonl, line 1, byte 10: 0xff is not UTF-8; save .* --errors replace"),
+        ("a.jsonl", b'{"a":' * 100_000, r"a.jsonl, line 1: not one JSON object"),
+        ("a.jsonl", b'{"a": %s}' % (b"9" * 5000), r"a.jsonl, line 1: not one JSON object \(Exceeds the limit"),
+        ("a.json", b'\n [\n{"text": "a"}]', r"a.json, line 2: a JSON array; one object per line is needed"),
+        ("a.json", b"[" * 100_000, r"a.json, line 1: a JSON array"),
         ("a.txt", b"\xef\xbb\xbfabc\xe9", r"a.txt, byte 6: 0xe9 is not UTF-8"),
         ("a{0}.txt", b"ab##c\xe9##", r"a\{0\}.txt, byte 5: 0xe9 is not UTF-8"),
         ("a.txt.gz", gzip.compress(os.urandom(5000))[:2000], r"a.txt.gz is cut short or damaged"),
@@ -144,6 +211,11 @@ def test_a_separator_is_found_across_the_blocks_that_are_read(
         ("a.txt.bz2", bz2.compress(b"abc" * 99)[:30], r"a.txt.bz2 is cut short or damaged"),
         ("a.txt.xz", lzma.compress(b"abc" * 99)[:30], r"a.txt.xz is cut short or damaged"),
         ("a.txt.zst", b"no zstd", r"a.txt.zst is cut short or damaged"),
+        ("a.txt.gz", b"", r"a.txt.gz is cut short or damaged .it has 0 bytes"),
+        ("a.jsonl.bz2", b"", r"a.jsonl.bz2 is cut short or damaged"),
+        ("a.txt.xz", b"", r"a.txt.xz is cut short or damaged"),
+        ("a.txt.zst", b"", r"a.txt.zst is cut short or damaged"),
+        ("a.parquet.gz", b"", r"a.parquet.gz is cut short or damaged"),
         ("a.parquet", b"PAR1 no", r"a.parquet is not a whole Parquet file"),
         ("a.parquet", b"", r"a.parquet is not a whole Parquet file"),
     ],
@@ -186,10 +258,11 @@ def test_options_and_names_that_are_refused(tmp_path: Path) -> None:
         ({"where": tmp_path / "none"}, r"none: no file with text found; names ending in .txt, .* are read"),
         ({"where": tmp_path / "a.pdf"}, r"a.pdf: not known what is in it"),
         ({"where": []}, "no source is given"),
-        ({"where": ["shipped", tmp_path]}, "only files can be read together"),
-        ({"where": tmp_path, "errors": "ignore"}, "errors is 'ignore', must be 'strict' or 'replace'"),
-        ({"where": tmp_path, "separator": ""}, "the separator is empty"),
-        ({"where": tmp_path, "form": "csv"}, "format 'csv' is not known; there are jsonl, parquet, txt"),
+        ({"where": ["shipped", tmp_path]}, "shipped: no file with text found"),
+        ({"where": ["hf:name"]}, "hf:name: no file with text found"),
+        ({"where": tmp_path, "errors": "ignore"}, "--errors is 'ignore', must be 'strict' or 'replace'"),
+        ({"where": tmp_path, "separator": ""}, "--separator is empty"),
+        ({"where": tmp_path, "form": "csv"}, "--format 'csv' is not known; there are jsonl, parquet, txt"),
     ]
     for arguments, message in cases:
         with pytest.raises(PrepareError, match=message):

@@ -56,7 +56,11 @@ def save(folder: Path, step: int, facts: dict[str, Any], write: Callable[[Path],
 def complete(folder: Path) -> list[Path]:
     """The finished checkpoints, oldest first."""
     found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if NAME.fullmatch(path.name) and (path / RUN_FILE).is_file()), key=step_of)
+    return sorted(filter(_is_checkpoint, found), key=step_of)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return NAME.fullmatch(path.name) is not None and (path / RUN_FILE).is_file()
 
 
 def latest(folder: Path) -> Path | None:
@@ -70,13 +74,21 @@ def step_of(checkpoint: Path) -> int:
 
 
 def facts_of(checkpoint: Path) -> dict[str, Any]:
-    return dict(json.loads((checkpoint / RUN_FILE).read_text()))
+    try:
+        facts = json.loads((checkpoint / RUN_FILE).read_text())
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict):
+        raise ValueError(
+            f"{checkpoint / RUN_FILE} is damaged: remove {checkpoint}, and the run goes on from the one before"
+        )
+    return facts
 
 
 def tidy(folder: Path, everything: bool) -> None:
     """Remove what was half written when a process was killed; with ``everything`` the finished checkpoints, too."""
     for path in list(folder.iterdir()) if folder.is_dir() else ():
-        if TEMPORARY.fullmatch(path.name) or (everything and (NAME.fullmatch(path.name) or path.name == LATEST)):
+        if TEMPORARY.fullmatch(path.name) or (everything and (path.name == LATEST or _is_checkpoint(path))):
             _remove(path)
 
 

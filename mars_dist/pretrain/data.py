@@ -83,8 +83,11 @@ class Blocks:
         self.tokens, self.length, self.seed, self.vocabulary, self.overlap = tokens, length, seed, vocabulary, overlap
         self.count = max(0, len(tokens) - overlap) // length
         if self.count == 0:
+            name = getattr(tokens, "name", "the text")
             raise DataError(
-                f"the text has {len(tokens)} tokens, fewer than one sequence of {length + overlap}: give more text"
+                f"{name} has {len(tokens)} tokens, fewer than one sequence of {length + overlap}: give more text (for "
+                "'val', prepare again into another --out with a larger --val-fraction) or shorter sequences "
+                "(--set model.sequence_length=N)"
             )
         self._epoch, self._order = -1, np.empty(0, dtype=np.uint32)
 

@@ -111,7 +111,7 @@ def encode_in_order(
             yield done, future.result()
     except BrokenProcessPool as error:
         raise PrepareError(
-            "a worker process was killed, perhaps for want of memory; run it again with fewer workers, it goes on "
+            "a worker process was killed, perhaps for want of memory; run it again with fewer --workers, it goes on "
             "where it was"
         ) from error
     finally:

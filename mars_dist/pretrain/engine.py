@@ -203,6 +203,8 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
     from mars_dist.integrations.deepspeed.check import read
 
     path = recipe.engine.deepspeed
+    if path and not Path(path).is_file():
+        raise ValueError(f"engine.deepspeed = {path!r}: there is no such file")
     config: dict[str, Any] = dict(read(Path(path))) if path else {"zero_optimization": {"stage": 2}}
     said, training, optimizer = _flat(config), recipe.training, recipe.optimizer
     world_size = dist.get_world_size() if dist.is_initialized() else 1

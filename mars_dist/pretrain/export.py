@@ -25,7 +25,9 @@ def export(source: Path, out: Path) -> None:
         FileExistsError: when ``out`` exists and is not empty.
     """
     folder, run = find(source)
-    if out.exists() and any(out.iterdir()):
+    if not (run / "recipe.yaml").is_file():
+        raise ValueError(f"{run} has no recipe.yaml: a checkpoint is exported from where its run has it")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not empty: choose another folder")
     recipe = load(str(run / "recipe.yaml"), ["model.compile=false"])
     model: Any = models.build(recipe.model)
@@ -49,7 +51,12 @@ def find(source: Path) -> tuple[Path, Path]:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The model's parameters by name, in float32, whatever the engine sharded."""
     if (folder / STATE_FILE).exists():
-        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)["model"]
+        try:
+            state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)["model"]
+        except Exception as error:  # torch raises many kinds for a damaged file
+            raise ValueError(
+                f"{folder / STATE_FILE} is damaged ({type(error).__name__}): export another one"
+            ) from error
     else:
         from mars_dist.integrations.deepspeed.launch import whole_weights
 

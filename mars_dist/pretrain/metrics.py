@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,17 +39,30 @@ class Metrics:
             # Ranks and versions may have changed, so a resumed run says them again.
             earlier = [record for record in earlier if "summary" not in record] + [{"run": facts}]
         self.seconds_before = seconds_of(earlier)
+        if step == 0 and path.exists():  # a curve without checkpoints, or one that is started over
+            os.replace(path, out / f"earlier-{FILE}")
         temporary = out / f".{FILE}.tmp"
         temporary.write_text("".join(json.dumps(record) + "\n" for record in earlier), encoding="utf-8")
         os.replace(temporary, path)
         self.file = path.open("a", encoding="utf-8")
 
-        self.bar = tqdm(total=total, initial=min(step, total), unit="step", disable=not bar, dynamic_ncols=True)
+        # In a log file every refresh is a line of its own.
+        seconds = 0.1 if sys.stderr.isatty() else 30.0
+        self.bar = tqdm(
+            total=total,
+            initial=min(step, total),
+            unit="step",
+            disable=not bar,
+            dynamic_ncols=True,
+            mininterval=seconds,
+            maxinterval=2 * seconds,
+        )
         self.board: Any = None
         if board is not None:
-            if step == 0:  # events of a run that ended before its first checkpoint, or that is started over
+            if step == 0:  # of the same earlier run
                 for events in (out / BOARD).glob("events.out.tfevents.*"):
-                    events.unlink()
+                    (out / f"earlier-{BOARD}").mkdir(exist_ok=True)
+                    os.replace(events, out / f"earlier-{BOARD}" / events.name)
             self.board = board.SummaryWriter(str(out / BOARD), purge_step=step + 1)
         self.wandb: Any = None
         if wandb is not None:
@@ -105,7 +119,16 @@ def records(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a run's file; a process that was killed may have left half of the last one."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line]
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
+        try:
+            record = json.loads(line or "{}")
+        except ValueError as error:
+            record = error
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number} is damaged: {line[:40]!r}. Remove that line, and the run goes on")
+        found.append(record)
+    return found
 
 
 def seconds_of(earlier: list[dict[str, Any]]) -> float:

@@ -34,6 +34,14 @@ if TYPE_CHECKING:
 
 __all__ = ["PrepareError", "Progress", "prepare", "tokenizer_sha256"]
 
+OPTIONS = {  # what the command calls a part of the plan
+    "val_fraction": "--val-fraction",
+    "shard_tokens": "--shard-tokens",
+    "source.errors": "--errors",
+    "source.field": "--text-field",
+    "source.separator": "--separator",
+}
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -70,11 +78,11 @@ def prepare(
     """
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     if workers < 1:
-        raise PrepareError(f"workers is {workers}, must be at least 1")
+        raise PrepareError(f"--workers is {workers}, must be at least 1")
     if not 0 <= val_fraction < 1:
-        raise PrepareError(f"val_fraction is {val_fraction}, must be at least 0 and below 1")
+        raise PrepareError(f"--val-fraction is {val_fraction}, must be at least 0 and below 1")
     if shard_tokens < 1:
-        raise PrepareError(f"shard_tokens is {shard_tokens}, must be at least 1")
+        raise PrepareError(f"--shard-tokens is {shard_tokens}, must be at least 1")
     tokenizer = tokenizer or gpt2_tokenizer()
     plan: dict[str, Any] = {
         "format": FORMAT,
@@ -193,7 +201,9 @@ def _state(folder: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
         return None
     if not (folder / PROGRESS).exists():
         for file in sorted(folder.glob("*.bin")):
-            raise PrepareError(f"{folder} holds {file.name}, which is not of a prepare; choose an empty folder")
+            raise PrepareError(
+                f"{folder} holds {file.name}, which is not of a prepare; choose an empty folder as --out"
+            )
         return fresh
     try:
         state = json.loads((folder / PROGRESS).read_text())
@@ -212,8 +222,8 @@ def _same(folder: Path, there: dict[str, Any], plan: dict[str, Any]) -> None:
     old, new = _flat({key: there.get(key) for key in plan}), _flat(plan)
     differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     if differing := [key for key in differing if key != "source.path"]:
-        told = ", ".join(f"{key} ({old.get(key)} there, {new.get(key)} now)" for key in differing)
-        raise PrepareError(f"{folder} holds other data, differing in {told}; choose another folder or delete it")
+        told = ", ".join(f"{OPTIONS.get(key, key)} ({old.get(key)} there, {new.get(key)} now)" for key in differing)
+        raise PrepareError(f"{folder} holds other data, differing in {told}; choose another --out or delete it")
 
 
 def _flat(plan: dict[str, Any]) -> dict[str, Any]:

@@ -53,9 +53,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.errors not in ("strict", "replace"):
-            raise PrepareError(f"errors is {self.errors!r}, must be 'strict' or 'replace'")
+            raise PrepareError(f"--errors is {self.errors!r}, must be 'strict' or 'replace'")
         if self.separator == "":
-            raise PrepareError("the separator is empty; leave it out to read a .txt file as one document")
+            raise PrepareError("--separator is empty; leave it out to read a .txt file as one document")
 
 
 def kind(name: str) -> tuple[str, str] | None:
@@ -70,6 +70,8 @@ def documents(path: Path, form: str, compression: str, options: Options, skip: i
     """The documents of one file after the first `skip`. Raises PrepareError with the file and the place in it."""
     name = str(path)
     try:
+        if compression and path.stat().st_size == 0:  # gzip, for one, takes it for the end of a file
+            raise PrepareError(f"{name} is cut short or damaged (it has 0 bytes, which no compressed file has)")
         with _opened(path, compression) as stream:
             if form == "parquet":
                 yield from _parquet(stream, name, options, skip, bool(compression))
@@ -110,7 +112,7 @@ def _decode(data: bytes | bytearray, errors: str, where: str, offset: int = 0) -
     except UnicodeDecodeError as error:
         raise PrepareError(
             f"{where}, byte {offset + error.start}: 0x{data[error.start]:02x} is not UTF-8; save the file as UTF-8, "
-            "or replace what is wrong with errors='replace'"
+            "or replace what is wrong with --errors replace"
         ) from None
 
 
@@ -151,10 +153,13 @@ def _json_lines(stream: IO[bytes], name: str, options: Options, skip: int) -> It
         if found <= skip:
             continue
         where = f"{name}, line {number}"
+        if found == 1 and line.lstrip().startswith(b"["):
+            raise PrepareError(f"{where}: a JSON array; one object per line is needed, as `jq -c '.[]'` writes it")
+        content = _decode(line, options.errors, where)
         try:
-            row = json.loads(_decode(line, options.errors, where))
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise PrepareError(f"{where}: not one JSON object ({error})") from None
+            row = json.loads(content)
+        except (ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits, too
+            raise PrepareError(f"{where}: not one JSON object ({str(error).partition(';')[0]})") from None
         if not isinstance(row, dict):
             raise PrepareError(f"{where}: {type(row).__name__}, not a JSON object with the text in it")
         yield text_of(row, options.field, where)
@@ -163,7 +168,12 @@ def _json_lines(stream: IO[bytes], name: str, options: Options, skip: int) -> It
 def text_of(row: dict[str, Any], field: str, where: str) -> str:
     """The text in a row. Raises PrepareError if it is missing or no text, naming the fields that there are."""
     if field not in row:
-        raise PrepareError(f"{where}: no field {field!r}; there are {', '.join(map(repr, row)) or 'none'}")
+        there = ", ".join(map(repr, row))
+        raise PrepareError(
+            f"{where}: no field {field!r}; there are {there}: name one with --text-field"
+            if row
+            else f"{where}: no field {field!r}, and no other"
+        )
     text = row[field]
     if not isinstance(text, str):
         kind_of = "null" if text is None else type(text).__name__
@@ -184,7 +194,10 @@ def _parquet(stream: IO[bytes], name: str, options: Options, skip: int, compress
             file = parquet.ParquetFile(stream, pre_buffer=False, buffer_size=BLOCK)
             columns = file.schema_arrow.names
             if options.field not in columns:
-                raise PrepareError(f"{name}: no column {options.field!r}; there are {', '.join(map(repr, columns))}")
+                there = ", ".join(map(repr, columns))
+                raise PrepareError(
+                    f"{name}: no column {options.field!r}; there are {there}: name one with --text-field"
+                )
             before = 0  # rows of the file before this batch
             for group in range(file.metadata.num_row_groups):
                 facts = file.metadata.row_group(group)

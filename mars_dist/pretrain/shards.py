@@ -54,7 +54,8 @@ def open_split(path: str | os.PathLike[str], split: str = "train", *, dtype: str
     """The tokens of one split ("train" or "val").
 
     path: a folder that `mars-dist prepare` wrote, a folder with nanoGPT's {split}.bin, or one such .bin file.
-    dtype: "uint16" or "uint32", of files without an index (None: uint16, as nanoGPT writes); with one, it must agree.
+    dtype: "uint16" or "uint32", of files without an index (None: uint16, as nanoGPT writes, unless the tokens look
+        like uint32, which is refused); with one, it must agree.
 
     Raises DataError: nothing there, unfinished, a shard missing or of another size than the index says, no tokens.
     """
@@ -66,31 +67,50 @@ def open_split(path: str | os.PathLike[str], split: str = "train", *, dtype: str
         if dtype not in (None, index["dtype"]):
             raise DataError(f"{path / INDEX} says {index['dtype']}, asked for is {dtype}")
         if split not in index["splits"]:
-            raise DataError(f"{path} has no split {split!r}; there are {', '.join(index['splits'])}")
+            raise DataError(f"{path} has no split {split!r}; there are {', '.join(index['splits'])}{_remedy(split)}")
         shards = index["splits"][split]["shards"]
         if not shards:
-            raise DataError(f"{path}: no document went to {split!r}; prepare it again with another val fraction")
+            raise DataError(f"{path}: no document went to {split!r}{_remedy(split)}")
         files = [(path / shard["file"], shard["tokens"]) for shard in shards]
         known = {key: index.get(key) for key in ("dtype", "vocabulary", "tokenizer_sha256", "end_of_text")}
         known["shards"] = [(s["file"], s["tokens"], s["sha256"]) for s in shards]
         hashes = {s["file"]: s["sha256"] for s in shards}
-        return Shards(files, index["dtype"], index["vocabulary"], _digest(known), hashes)
+        return Shards(files, index["dtype"], index["vocabulary"], _digest(known), hashes, f"{path}, {split!r},")
     if (path / PROGRESS).exists():
         raise DataError(f"{path} is not finished; run mars-dist prepare with the same arguments again to go on")
     file = path / f"{split}.bin" if path.is_dir() else path
     if not file.is_file():
+        if split == "val" and (path / "train.bin").is_file():
+            raise DataError(f"{file}: no such file{_remedy(split)}")
         raise DataError(f"{file if path.is_dir() else path}: no such file, and no {INDEX}: prepare the data first")
-    dtype = dtype or "uint16"
+    guessed, dtype = dtype is None, dtype or "uint16"
     size = file.stat().st_size
     if size % DTYPES[dtype].itemsize:
         raise DataError(f"{file} has {size:,} bytes, not a whole number of {dtype} tokens: damaged, or another dtype")
     if size == 0:
-        raise DataError(f"{file} is empty")
+        raise DataError(f"{file} is empty{_remedy(split)}")
     with file.open("rb") as stream:
         head = stream.read(EDGE)
         stream.seek(max(0, size - EDGE))
-        known = {"dtype": dtype, "bytes": size, "edges": hashlib.sha256(head + stream.read(EDGE)).hexdigest()}
-    return Shards([(file, size // DTYPES[dtype].itemsize)], dtype, None, _digest(known), {})
+        edges = head + stream.read(EDGE)
+    if guessed and size % 4 == 0 and _looks_like_uint32(edges):
+        raise DataError(f"{file} looks like uint32 tokens; prepare the data with `mars-dist prepare`")
+    known = {"dtype": dtype, "bytes": size, "edges": hashlib.sha256(edges).hexdigest()}
+    return Shards([(file, size // DTYPES[dtype].itemsize)], dtype, None, _digest(known), {}, str(file))
+
+
+def _remedy(split: str) -> str:
+    """What to do when there are no tokens of this split."""
+    if split == "val":
+        return "; prepare again into another --out with --val-fraction 0.1, or train with --set validation.every=0"
+    return "; prepare again into another --out, with more text or a smaller --val-fraction"
+
+
+def _looks_like_uint32(content: bytes) -> bool:
+    """Whether every second 16-bit word is an upper half: 0 to 3, as ids below 262,144 have it; the others are not."""
+    words = np.frombuffer(content, dtype="<u2").reshape(-1, 2)
+    lower, upper = words[:, 0], words[:, 1]
+    return bool(upper.max() <= 3 < lower.max() and lower.min() < lower.max())
 
 
 def _digest(known: dict[str, Any]) -> str:
@@ -103,12 +123,19 @@ class Shards:
     Made by `open_split`. May be pickled and used in forked processes, but not by several threads at once.
 
     vocabulary: number of token ids that the index promises, None without an index.
+    name: what messages call the whole of it.
     """
 
     def __init__(
-        self, files: list[tuple[Path, int]], dtype: str, vocabulary: int | None, digest: str, hashes: dict[str, str]
+        self,
+        files: list[tuple[Path, int]],
+        dtype: str,
+        vocabulary: int | None,
+        digest: str,
+        hashes: dict[str, str],
+        name: str = "the text",
     ) -> None:
-        self.dtype, self.vocabulary = DTYPES[dtype], vocabulary
+        self.dtype, self.vocabulary, self.name = DTYPES[dtype], vocabulary, name
         self.files = [path for path, _ in files]
         self.starts = [0]  # in tokens, Python integers: no overflow, whatever the size
         for path, tokens in files:

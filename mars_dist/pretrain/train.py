@@ -17,6 +17,7 @@ import mars_dist
 from mars_dist.pretrain import checkpoint, data
 from mars_dist.pretrain import model as models
 from mars_dist.pretrain.engine import Plain, ZeRO, choose
+from mars_dist.pretrain.folder import claimed, keep_recipe
 from mars_dist.pretrain.metrics import Metrics
 from mars_dist.pretrain.recipe import Recipe, accumulation
 from mars_dist.pretrain.shards import open_split
@@ -47,8 +48,14 @@ def train(recipe: Recipe, out: Path, resume: bool = True, bar: bool = True) -> i
         NonFiniteLoss: on every rank, with step, rank and last checkpoint. Nothing is saved after it.
         ValueError: for a recipe that does not fit the data, the number of ranks or the checkpoint in ``out``.
     """
-    engine_name = choose(recipe)
-    world = join(out, engine_name)
+    with signals_noted() as noted:
+        engine_name = choose(recipe)
+        world = join(out, engine_name)
+        with claimed(out, world):
+            return _train(recipe, out, resume, bar, engine_name, world, noted)
+
+
+def _train(recipe: Recipe, out: Path, resume: bool, bar: bool, engine_name: str, world: World, noted: list[int]) -> int:
     accumulation(recipe.training.batch, recipe.training.micro_batch, world.size)  # raises where it does not divide
 
     sequences, digest = open_sequences(recipe, "train")
@@ -66,16 +73,19 @@ def train(recipe: Recipe, out: Path, resume: bool = True, bar: bool = True) -> i
     engine = kind(recipe, world.device)
     step = continue_from(saved, engine)
 
-    if world.rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        checkpoint.tidy(folder, everything=not resume)
-        (out / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     about = about_run(recipe, engine, world, digest, held_out_digest)
 
     per_step = recipe.training.batch * recipe.model.sequence_length
     flops, peak = models.flops_per_token(engine.model, recipe.model), models.peak_flops(world.device)
-    with Metrics(recipe, out, step, about, active=world.rank == 0, bar=bar) as metrics, signals_noted() as noted:
+    with Metrics(recipe, out, step, about, active=world.rank == 0, bar=bar) as metrics:
         metrics.say(describe(recipe, about, step, out))
+        if step >= recipe.training.steps:
+            metrics.say(f"finished at step {step}; for more: --set training.steps=..., to start over: --fresh")
+        else:
+            sequences.batch(step, recipe.training.batch, world.rank, world.size)  # before anything is removed
+            if world.rank == 0:
+                checkpoint.tidy(folder, everything=not resume)
+                keep_recipe(out, recipe.to_yaml(), step)
         began = last_saved = time.perf_counter()
         while step < recipe.training.steps:
             step_began = time.perf_counter()
