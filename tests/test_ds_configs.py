@@ -481,6 +481,6 @@ def unaligned(ranks: int) -> bool:
 
 
 def test_the_readme_says_where_nvme_would_read_wrongly() -> None:
-    (listed,) = re.findall(r"On ([\d, ]+) GPUs do not use this file", README)
+    (listed,) = re.findall(r"On ([\d, ]+) GPUs MARS refuses to start with this file", README)
     fits = [n for n in range(1, 481) if 480 % (5 * n) == 0]
     assert [int(n) for n in listed.split(",")] == [n for n in fits if unaligned(n)]

@@ -121,6 +121,8 @@ def test_tiny_has_the_numbers_of_the_quickstart() -> None:
             k: v for k, v in quickstart["optimizer"]["params"].items() if k in type(recipe.optimizer).model_fields
         }
         assert len(wanted) >= 3
+        if optimizer == "adamw":  # searched anew for the recipe's model (examples/results/README.md)
+            wanted["lr"] = 2.5e-3
         found = recipe.optimizer.model_dump(mode="json")
         assert {key: found[key] for key in wanted} == wanted
         assert recipe.schedule.min_lr == pytest.approx(recipe.optimizer.lr / 10, rel=1e-12)
