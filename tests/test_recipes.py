@@ -497,6 +497,13 @@ def contents(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("text", ["\x85", "\u2028", "é", "a: b # c", " ' \" ", "\ttab"])
+def test_any_text_of_a_description_survives(text: str, tmp_path: Path) -> None:
+    """NEL and LINE SEPARATOR are line breaks to YAML unless they are escaped."""
+    recipe = load("tiny").model_copy(update={"description": text})
+    assert load(write(tmp_path, recipe.to_yaml())).description == text
+
+
 @settings(max_examples=60, deadline=None)
 @given(contents())
 def test_a_written_recipe_loads_as_an_equal_one(content: dict[str, Any]) -> None:

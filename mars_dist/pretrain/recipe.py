@@ -195,7 +195,7 @@ class Recipe(Section):
     def to_yaml(self) -> str:
         """The whole recipe as YAML; `load` of a file with this text gives an equal one."""
         content = self.model_dump(mode="json")
-        return yaml.dump(content, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
+        return yaml.dump(content, Dumper=Dumper, sort_keys=False, allow_unicode=False, width=float("inf"))
 
 
 # ----------------------------------------------------------------------------------------------------------- batches
