@@ -143,6 +143,16 @@ def test_a_finished_run_is_not_run_again(runs: Path, capsys: pytest.CaptureFixtu
     assert code == 0 and json.loads(out)["summary"]["steps"] == 4
 
 
+def test_under_accelerate_launch(tmp_path: Path) -> None:
+    """On a CPU it starts one process and sets the same variables as torchrun does for several GPUs."""
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "mars_dist.cli", "train", "tiny", *SETTINGS]
+    done = run_python(*launch, "--out", tmp_path / "run", "--quiet", folder=tmp_path)
+    assert done.returncode == 0, done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["summary"]["steps"] == 4 and lines[-1]["summary"]["rules"] == {"MARS-AdamW": 6, "AdamW": 10}
+
+
 def test_report(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     png, html = runs / "curves.png", runs / "report.html"
     code, out, _ = run(capsys, "report", runs / "mars-adamw", runs / "adamw", "--png", png, "--html", html)
