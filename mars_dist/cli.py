@@ -100,9 +100,9 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("out", type=Path, help="the new folder: model and tokenizer")
 
     check = command("check", _check, "check DeepSpeed configurations that name MARS, without starting anything")
-    check.add_argument("configs", nargs="+", metavar="CONFIG.json")
-    check.add_argument("--world-size", metavar="N")
-    check.add_argument("--json", action="store_true")
+    check.add_argument("configs", nargs="+", metavar="CONFIG.json", help="what deepspeed.initialize will be given")
+    check.add_argument("--world-size", metavar="N", help="number of data-parallel ranks: batch sizes are checked too")
+    check.add_argument("--json", action="store_true", help="print the findings as JSON")
     return main
 
 
@@ -172,25 +172,32 @@ def _prepare(args: argparse.Namespace) -> int:
     finally:
         if not quiet:
             print(file=sys.stderr)
-    if not index["splits"]["val"]["documents"]:
+    counts = {name: (f["documents"], f["tokens"]) for name, f in index["splits"].items()}
+    if not counts["train"][0]:
+        print("no document went to train: prepare again with a smaller --val-fraction", file=sys.stderr)
+    elif not counts["val"][0] and counts["train"][0] == 1:
         print(
-            "no document went to val: prepare again into another --out with --val-fraction 0.1, or train with "
+            "the text is one document, so nothing is held out: split it with --separator '\\n\\n' (txt), or train with "
             "--set validation.every=0",
+            file=sys.stderr,
+        )
+    elif not counts["val"][0]:
+        print(
+            f"none of {counts['train'][0]:,} documents went to val: prepare again into another --out with a larger "
+            f"--val-fraction than {fraction:g} (0.5 for a handful), or train with --set validation.every=0",
             file=sys.stderr,
         )
     if args.json:
         print(json.dumps(index))
     elif not quiet:
-        counts = {name: (f["documents"], f["tokens"]) for name, f in index["splits"].items()}
         parts = [f"{name}: {documents:,} documents, {tokens:,} tokens" for name, (documents, tokens) in counts.items()]
         from mars_dist.pretrain.tokenizer import RANKS_FILE
 
         print(f"tokenizer: GPT-2's, from {RANKS_FILE}")
-        print(
-            f"{args.out}: "
-            + "; ".join(parts)
-            + f". Train on it: mars-dist train ... --set data.path={shlex.quote(str(args.out))}"
-        )
+        print(f"{args.out}: " + "; ".join(parts))
+        if counts["train"][0]:
+            blind = "" if counts["val"][0] else " --set validation.every=0"
+            print(f"train on it: mars-dist train ... --set data.path={shlex.quote(str(args.out))}{blind}")
     return 0
 
 

@@ -134,7 +134,10 @@ def test_prepare_says_what_it_leaves_out_and_that_nothing_is_held_out(
     words = ["prepare", tmp_path / "texts", "--out", tmp_path / "data", "--workers", "1", "--val-fraction", "0"]
     code, out, err = run(capsys, *words)
     assert code == 0 and "train: 1 documents, 4 tokens" in out and "tokenizer: GPT-2's, from " in out
-    assert "name not known: 1" in err and "no document went to val: prepare again" in err
+    assert "name not known: 1" in err and "the text is one document, so nothing is held out" in err
+    assert "--set validation.every=0" in out
+    code, out, err = run(capsys, *words[:3], tmp_path / "other", "--val-fraction", "0.99", "--workers", "1")
+    assert code == 0 and "no document went to train" in err and "train on it" not in out
 
 
 def test_a_finished_run_is_not_run_again(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,10 @@ def open_split(path: str | os.PathLike[str], split: str = "train", *, dtype: str
 def _remedy(split: str) -> str:
     """What to do when there are no tokens of this split."""
     if split == "val":
-        return "; prepare again into another --out with --val-fraction 0.1, or train with --set validation.every=0"
+        return (
+            "; prepare again into another --out with a larger --val-fraction (0.5 for a handful of documents; "
+            "--separator splits a txt file into documents), or train with --set validation.every=0"
+        )
     return "; prepare again into another --out, with more text or a smaller --val-fraction"
 
 

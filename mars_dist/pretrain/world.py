@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ def signals_noted() -> Iterator[list[int]]:
 
     def note(number: int, frame: Any) -> None:
         noted.append(number)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{signal.Signals(number).name}: saving after this step, then leaving", file=sys.stderr, flush=True)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it even while it waits in a library for another rank
 
