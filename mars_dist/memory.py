@@ -23,6 +23,7 @@ step counter per flat, and the allocator's waste.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -194,4 +195,8 @@ def table() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        prog="python -m mars_dist.memory",
+        description="Print what the configurations of ds_configs/ keep on each rank, in GB, as a Markdown table.",
+    ).parse_args()
     print(table())
