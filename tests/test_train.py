@@ -393,7 +393,7 @@ def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
     (end(tmp_path, 5) / STATE_FILE).write_bytes(b"not a file of torch")
     said = run(recipe(), tmp_path)[0]
     assert str(said).startswith(f"RuntimeError: {end(tmp_path, 5)} cannot be loaded (")
-    assert str(said).endswith("remove that folder, and the run goes on from the checkpoint before it")
+    assert str(said).endswith("If it is damaged, remove that folder, and the run goes on from the checkpoint before it")
     assert "\n" not in str(said)
 
 

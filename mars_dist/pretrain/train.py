@@ -206,11 +206,11 @@ def continue_from(saved: Path | None, engine: Plain | ZeRO) -> int:
     try:
         engine.load(saved)
         checkpoint.restore_rng(saved)
-    except Exception as error:
+    except Exception as error:  # torch and DeepSpeed raise many kinds for a damaged file; running out of memory is one
         reason = (str(error).splitlines() or [""])[0]
         raise RuntimeError(
-            f"{saved} cannot be loaded ({type(error).__name__}: {reason}): remove that folder, and the run goes on "
-            "from the checkpoint before it"
+            f"{saved} cannot be loaded ({type(error).__name__}: {reason}). If it is damaged, remove that folder, "
+            "and the run goes on from the checkpoint before it"
         ) from error
     return checkpoint.step_of(saved)
 

@@ -112,7 +112,7 @@ class Router(nn.Module):
         self.experts = Bank()
 
     def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        raise AssertionError("DeepSpeed did not put its own layer in the place of this one")
 
 
 class AutoMixture(nn.Module):

@@ -14,6 +14,7 @@ import torch
 import torch.optim.lr_scheduler
 
 from mars_dist.config import LR_1D, Settings
+from mars_dist.integrations.deepspeed import NAMES
 from mars_dist.integrations.deepspeed.features import (
     OFFLOAD,
     TESTED,
@@ -30,7 +31,6 @@ from mars_dist.maths.rules import rule_for
 from mars_dist.optimizer import KEYWORDS, MARS
 from mars_dist.states import needed
 
-NAMES = ("MARS", "Mars", "mars")
 # transformers and Accelerate fill in these and no others.
 MAY_BE_AUTO = ("lr", "betas", "eps", "weight_decay")
 SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")

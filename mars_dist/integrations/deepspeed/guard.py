@@ -152,16 +152,9 @@ def _allowed(engine: Any) -> tuple[int, int]:
         fewest = most = expected
     else:
         fewest, most = min(max(1, mars.tensors_with_gradient()), expected), expected
-    return (0 if _scales_gradients(engine) else fewest), most  # a GradScaler leaves out a step without telling
-
-
-def _scales_gradients(engine: Any) -> bool:
-    """Whether a GradScaler of torch (``torch_autocast`` in float16) stands between the engine and MARS."""
-    scalers = (
-        getattr(engine, "torch_autocast_z0_gradscaler", None),
-        getattr(engine.optimizer, "torch_autocast_gradscaler", None),
-    )
-    return any(scaler is not None for scaler in scalers)
+    if engine.torch_autocast_z0_gradscaler is not None:  # it leaves out a step without telling the engine
+        fewest = 0
+    return fewest, most
 
 
 WATCHED: dict[str, Callable[..., Any]] = {
