@@ -1,4 +1,4 @@
-"""``MARS``, a torch optimizer: the same under one process, DDP and DeepSpeed ZeRO."""
+"""``MARS``, a torch optimizer: the same on one process, under DDP, FSDP, tensor parallelism and DeepSpeed ZeRO."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from mars_dist import states
@@ -22,8 +22,8 @@ from mars_dist.config import (
     resolve_defaults,
     resolve_group,
 )
-from mars_dist.sharding import torch_native
-from mars_dist.sharding.layout import WHOLE, Segment
+from mars_dist.sharding.dtensor import is_dtensor, local, local_gradient
+from mars_dist.sharding.layout import COPIES, Segment
 from mars_dist.step import Shard, learning_rate, rule_of, take_step
 from mars_dist.tables import GROUP_ID, Tables
 
@@ -53,7 +53,7 @@ class MARS(Optimizer):
 
     Tensors with exactly two dimensions take this rule. All others take plain AdamW with ``lr_1d``, ``betas_1d`` and
     ``weight_decay_1d``, unless ``optimize_1d``. The shape that counts is the parameter's, not that of the piece of it
-    that a rank holds under ZeRO.
+    that a rank holds under ZeRO or FSDP.
 
     Source: arXiv 2411.10438 and 2510.21800; where the authors' code (AGI-Arena/MARS) differs from the papers, the
     code's behaviour is the default, because the published results came from it.
@@ -155,6 +155,7 @@ class MARS(Optimizer):
         assert defaults.keys() == GROUP_DEFAULTS.keys()
         self._tables = Tables()
         self.tensor_updates = 0  # a tensor in a step that was left out (skip_nonfinite) counts as well
+        self._warned = False  # that there was nothing to step
         # Exact mode: whether h belongs to the step that comes next; whether the h of the one after it is kept.
         self._previous_is_new, self._next_is_kept = True, False
         super().__init__(params, resolve_defaults(defaults))
@@ -172,6 +173,18 @@ class MARS(Optimizer):
         group[GROUP_ID] = len(self._tables.originals)
         super().add_param_group(group)
         self._tables.remember(group)
+
+    def attach(self, model: nn.Module) -> None:
+        """Tell MARS where FSDP1 (``FullyShardedDataParallel``) keeps the pieces of ``model``'s parameters.
+
+        FSDP1 cannot be asked without the model. Call it once after wrapping, before the first step, on every rank;
+        Accelerate and the Trainer do it by themselves once mars_dist is imported. It does nothing for any other
+        engine, and may be called again, also for a second model.
+
+        Raises:
+            RuntimeError: when FSDP1 does not look as in the tested releases of torch, or wraps tensor parallelism.
+        """
+        self._tables.attach(model)
 
     # -------------------------------------------------------------------------------------------------- step
 
@@ -199,20 +212,12 @@ class MARS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._find()
         shards = []
         for group in self.param_groups:
-            for i, p in enumerate(group["params"]):
-                if p.grad is None:
-                    torch_native.refuse("a parameter without gradient", p)  # other ranks may have one, and raise
-                    continue
-                shard = self._shard(group, i, p)
-                if shard.layout.engine == WHOLE:
-                    shard.may_be_dry_run = learning_rate(group) == 0.0  # as torch's checkpoint helpers do
-                else:
-                    shard.may_be_dry_run = shard.layout.engine == "copies" and not shard.state
-                rules = [rule_of(segment, group, self.settings) for segment in shard.layout.segments]
-                states.ensure(shard.state, p, shard.grad, rules, group["amsgrad"])
-                shards.append(shard)
+            for p in group["params"]:
+                if p.grad is not None or self._tables.always_joins(p):
+                    shards.append(self._shard(group, p))
         if shards:
             if not self.settings.is_approx and not self._previous_is_new:
                 raise RuntimeError(
@@ -221,25 +226,44 @@ class MARS(Optimizer):
                     "see update_previous_grad() and update_last_grad()."
                 )
             take_step(shards, self.settings)
-            self.tensor_updates += sum(len(shard.layout.segments) for shard in shards)
+            self.tensor_updates += sum(len(s.layout.segments) for s in shards if not s.lacks_gradient)
             self._previous_is_new = self.settings.is_approx
+        if self.tensor_updates == 0 and not self._warned:
+            self._warned = True
+            logger.warning(
+                "step() found no gradient in any of the %d tensors of its groups, and changed nothing. If the model "
+                "was wrapped after MARS was built (fully_shard, FSDP), it has other parameters now: build MARS after "
+                "wrapping.",
+                sum(len(group["params"]) for group in self.param_groups),
+            )
         return loss
 
-    def _shard(self, group: dict[str, Any], position: int, p: Tensor) -> Shard:
-        grad = p.grad
-        assert grad is not None
-        if grad.is_sparse:
-            raise RuntimeError(
-                f"MARS does not support sparse gradients (parameter of shape {tuple(p.shape)}): use dense ones, for "
-                "example nn.Embedding(..., sparse=False)."
-            )
-        if grad.is_complex():
-            raise RuntimeError(
-                f"MARS does not support complex gradients (parameter of shape {tuple(p.shape)}, {grad.dtype}): train "
-                "the real and imaginary parts as real parameters."
-            )
-        layout = self._tables.find(group, position, p, self.settings)
-        return Shard(p, grad, self.state[p], group, layout)
+    def _find(self) -> None:
+        """Check the gradients, and find the layouts of tensors that were not seen before."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    _check_gradient(p, p.grad)
+        self._tables.find(self.param_groups, self.settings)
+
+    def _shard(self, group: dict[str, Any], p: Tensor) -> Shard:
+        """What a step works on: this rank's part of ``p``, its gradient and its states, which are made here."""
+        layout = self._tables.layout(p)
+        name = layout.segments[0].name
+        grad = local_gradient(p, p.grad, name) if p.grad is not None else torch.zeros_like(local(p))
+        # A rank that holds nothing of the parameter and has no gradient for it (FSDP1) keeps no state either.
+        state = self.state[p] if p.grad is not None or grad.numel() else {}
+        is_new = not state
+        rules = [rule_of(segment, group, self.settings) for segment in layout.segments]
+        states.ensure(state, p, grad, rules, group["amsgrad"])
+        may_be_dry_run: bool | Tensor = False
+        if layout.engine == COPIES:
+            may_be_dry_run = is_new
+        elif not layout.engine.startswith("ZeRO"):
+            may_be_dry_run = learning_rate(group) == 0.0  # as torch's checkpoint helpers do
+        if is_dtensor(p):
+            state = {key: local(value) for key, value in state.items()}
+        return Shard(local(p), grad, state, group, layout, may_be_dry_run, lacks_gradient=p.grad is None)
 
     # ------------------------------------------------------------------------------------------- exact mode
 
@@ -256,13 +280,14 @@ class MARS(Optimizer):
         if self.settings.is_approx:
             return
         self._next_is_kept, found = True, False
+        self._find()
         for group in self.param_groups:
-            for i, p in enumerate(group["params"]):
+            for p in group["params"]:
                 if p.grad is None:
                     continue
                 found = True
-                shard = self._shard(group, i, p)
-                if any(rule_of(segment, group, self.settings).corrected for segment in shard.layout.segments):
+                segments = self._tables.layout(p).segments
+                if any(rule_of(segment, group, self.settings).corrected for segment in segments):
                     state = self.state[p]
                     if "next_prev_grad" not in state:
                         state["next_prev_grad"] = torch.empty_like(p, dtype=p.grad.dtype, requires_grad=False)
@@ -295,7 +320,7 @@ class MARS(Optimizer):
         return self._tables.rule_counts()
 
     def engines(self) -> set[str]:
-        """Where the tensors stepped so far came from: "whole tensors", "copies", "ZeRO-1/2", "ZeRO-3"."""
+        """Where the tensors stepped so far came from: "whole tensors", "FSDP1", "ZeRO-3", ... (see ``Layout``)."""
         return self._tables.engines()
 
     def tensors_with_gradient(self) -> int:
@@ -370,6 +395,7 @@ class MARS(Optimizer):
         if "settings" in state:  # unpickled or deep-copied, not load_state_dict
             self._tables = Tables()
             self.tensor_updates = 0
+            self._warned = False
             self._previous_is_new, self._next_is_kept = True, False
             constructed = self.__dict__.pop("constructed")
             for number, group in enumerate(self.param_groups):
@@ -378,6 +404,19 @@ class MARS(Optimizer):
                     self._tables.remember(group)
                 else:  # what an engine put in their place has no shapes: step() says so
                     self._tables.originals[number] = []
+
+
+def _check_gradient(p: Tensor, grad: Tensor) -> None:
+    if grad.is_sparse:
+        raise RuntimeError(
+            f"MARS does not support sparse gradients (parameter of shape {tuple(p.shape)}): use dense ones, for "
+            "example nn.Embedding(..., sparse=False)."
+        )
+    if grad.is_complex():
+        raise RuntimeError(
+            f"MARS does not support complex gradients (parameter of shape {tuple(p.shape)}, {grad.dtype}): train "
+            "the real and imaginary parts as real parameters."
+        )
 
 
 KEYWORDS = tuple(

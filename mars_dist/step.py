@@ -28,7 +28,7 @@ from mars_dist.states import STEP
 BLOCK_NUMEL = {"cpu": 1 << 18}
 BLOCK_NUMEL_ACCELERATOR = 1 << 26
 
-STATE_LISTS = ("prev_grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+Groups = tuple[ProcessGroup, ...]
 
 
 @dataclass
@@ -44,6 +44,9 @@ class Shard:
     # this holds (a 0-dim bool tensor when lr is one), a tensor that has taken no step yet is left alone if every
     # gradient of the call is zero.
     may_be_dry_run: bool | Tensor = False
+    # This rank has no gradient (``grad`` is zero) where others that hold pieces of the same parameters may have one:
+    # the tensor is left alone if nobody has.
+    lacks_gradient: bool = False
 
 
 def rule_of(segment: Segment, group: Mapping[str, Any], settings: Settings) -> Rule:
@@ -57,6 +60,7 @@ class Piece:
 
     shard: Shard
     segment: Segment
+    clip: float | None
     squared_norms: list[Tensor] = field(default_factory=list)
     scale: Tensor | None = None
 
@@ -74,10 +78,11 @@ class Piece:
 
 @dataclass
 class Bucket:
-    """Pieces that share parameter group, rule, dtypes and device."""
+    """Pieces that share parameter group, rule, dtypes and device; ``masked``: tensors that may be left alone."""
 
     rule: Rule
     hyper: Hyper
+    masked: bool
     pieces: list[Piece] = field(default_factory=list)
 
     def blocks(self) -> list[Block]:
@@ -111,41 +116,56 @@ class Bucket:
 
 def take_step(shards: Sequence[Shard], settings: Settings) -> None:
     """One step of MARS, in place, over what the engine handed over in this call; the states exist already."""
-    buckets = list(_buckets(shards, settings).values())
     masked = settings.skip_nonfinite or any(s.may_be_dry_run is not False for s in shards)
+    buckets, pieces = _buckets(shards, settings, masked)
     unstepped = masked or settings.first_step == "paper"
     is_first = {id(s): s.state[STEP] == 0 for s in shards} if unstepped else {}
 
     blocks = [bucket.blocks() for bucket in buckets]
     scratch = Scratch()
-    sums = _squared_norms(buckets, blocks, is_first, masked, scratch)
+    for bucket, its_blocks in zip(buckets, blocks, strict=True):
+        if bucket.hyper.clip is not None or masked:
+            _squared_norms(bucket, its_blocks, is_first, scratch)
+    sums, present = _exchange(shards, pieces, masked)
     taken = _taken(sums, shards, settings, is_first) if masked else {}
-    steps = [s.state[STEP] for s in shards]
-    torch._foreach_add_(steps, [taken[id(s)].to(s.state[STEP].dtype) for s in shards] if masked else 1.0)
+    for key, some_rank_has_it in present.items():
+        taken[key] = taken[key] & some_rank_has_it if key in taken else some_rank_has_it
+    _count_step([s for s in shards if id(s) not in taken], [s for s in shards if id(s) in taken], taken)
 
     for bucket, its_blocks in zip(buckets, blocks, strict=True):
         owners = [id(p.shard) for p in bucket.pieces]
         per_tensor = {
             "scale": [p.scale for p in bucket.pieces if p.scale is not None],
             "is_first": [is_first[o] for o in owners] if unstepped else [],
-            "taken": [taken[o] for o in owners] if masked else [],
+            "taken": [taken[o] for o in owners] if bucket.masked else [],
         }
         for block in its_blocks:
             kernels.update(block, bucket.rule, bucket.hyper, scratch, **per_tensor)
         if bucket.rule.matrix_direction is not None:
-            _move_matrices(bucket, settings, taken)
+            _move_matrices(bucket, settings, taken if bucket.masked else {})
 
 
-def _buckets(shards: Sequence[Shard], settings: Settings) -> dict[Any, Bucket]:
+def _buckets(shards: Sequence[Shard], settings: Settings, masked: bool) -> tuple[list[Bucket], list[Piece]]:
+    """The pieces of ``shards`` in buckets, and in their own order, which is the same on every rank."""
     buckets: dict[Any, Bucket] = {}
+    pieces: list[Piece] = []
     for shard in shards:
+        left_alone = masked or shard.lacks_gradient
         for segment in shard.layout.segments:
             rule = rule_of(segment, shard.group, settings)
-            key = (id(shard.group), rule.label, shard.param.dtype, shard.grad.dtype, shard.param.device)
+            key = (id(shard.group), rule.label, shard.param.dtype, shard.grad.dtype, shard.param.device, left_alone)
             if key not in buckets:
-                buckets[key] = Bucket(rule, _hyper(shard.group, rule, settings))
-            buckets[key].pieces.append(Piece(shard, segment))
-    return buckets
+                buckets[key] = Bucket(rule, _hyper(shard.group, rule, settings), left_alone)
+            pieces.append(Piece(shard, segment, buckets[key].hyper.clip))
+            buckets[key].pieces.append(pieces[-1])
+    return list(buckets.values()), pieces
+
+
+def _count_step(stepped: Sequence[Shard], masked: Sequence[Shard], taken: dict[int, Tensor]) -> None:
+    if stepped:
+        torch._foreach_add_([s.state[STEP] for s in stepped], 1.0)
+    if masked:
+        torch._foreach_add_([s.state[STEP] for s in masked], [taken[id(s)].to(s.state[STEP].dtype) for s in masked])
 
 
 def learning_rate(group: Mapping[str, Any]) -> float | Tensor:
@@ -181,45 +201,76 @@ def _hyper(group: Mapping[str, Any], rule: Rule, settings: Settings) -> Hyper:
     )
 
 
-def _squared_norms(
-    buckets: list[Bucket],
-    blocks: list[list[Block]],
-    is_first: dict[int, Tensor],
-    masked: bool,
-    scratch: Scratch,
-) -> list[Tensor]:
-    """Set ``scale`` of every piece that is clipped; return the vectors of ||c||^2 of whole tensors.
+def _squared_norms(bucket: Bucket, blocks: list[Block], is_first: dict[int, Tensor], scratch: Scratch) -> None:
+    """The squared norms of c in every view of ``bucket``, kept with the pieces."""
+    firsts = [is_first[id(p.shard)] for p in bucket.pieces] if is_first else []
+    for block in blocks:
+        norms = kernels.squared_norms(block, bucket.hyper, firsts, scratch)
+        for owner, norm in zip(block.owner, norms, strict=True):
+            bucket.pieces[owner].squared_norms.append(norm)
 
-    The vectors have one float64 for each tensor that is clipped, and for all others as well when the caller must know
-    whether every gradient is finite (NaN and inf survive the sum).
+
+def _exchange(shards: Sequence[Shard], pieces: Sequence[Piece], masked: bool) -> tuple[list[Tensor], dict[int, Tensor]]:
+    """Sum over the ranks by one all-reduce per process group, and set ``scale`` of every piece that is clipped.
+
+    Returns: vectors of ||c||^2 of whole tensors, one float64 for each tensor that is clipped, and for all others as
+        well when the caller must know whether every gradient is finite (NaN and inf survive the sum); and for each
+        shard that lacks its gradient, whether some rank has one, as a 0-dim bool.
     """
-    by_group: dict[ProcessGroup | None, list[tuple[Piece, float | None]]] = {}
-    for bucket, its_blocks in zip(buckets, blocks, strict=True):
-        if bucket.hyper.clip is None and not masked:
-            continue
-        firsts = [is_first[id(p.shard)] for p in bucket.pieces] if is_first else []
-        for block in its_blocks:
-            norms = kernels.squared_norms(block, bucket.hyper, firsts, scratch)
-            for owner, norm in zip(block.owner, norms, strict=True):
-                bucket.pieces[owner].squared_norms.append(norm)
-        for piece in bucket.pieces:
-            by_group.setdefault(piece.shard.layout.process_group, []).append((piece, bucket.hyper.clip))
+    norms: dict[Groups, list[Piece]] = {}
+    joining: dict[Groups, list[Shard]] = {}
+    for piece in pieces:
+        if piece.clip is not None or masked:
+            norms.setdefault(piece.shard.layout.process_groups, []).append(piece)
+    for shard in shards:
+        if shard.layout.always_joins:
+            joining.setdefault(shard.layout.process_groups, []).append(shard)
 
-    vectors = []
-    for group, members in by_group.items():
-        vector = torch.stack([_sum(piece) for piece, _ in members])
-        if group is not None:
-            vector = sum_over_ranks(vector, group)
-        vectors.append(vector)
-        norms_of_whole = vector.sqrt()
-        for limit in {clip for _, clip in members if clip is not None}:
-            # A NaN norm is not above the limit: the NaN goes through to the parameters, as in the reference, unless
-            # skip_nonfinite leaves the step out.
-            scales = torch.where(norms_of_whole > limit, limit / norms_of_whole, 1.0).unbind()
-            for (piece, clip), scale in zip(members, scales, strict=True):
-                if clip == limit:
-                    piece.scale = scale
-    return vectors
+    vectors: dict[Groups, Tensor] = {}
+    for groups in (*norms, *(g for g in joining if g not in norms)):
+        device = _device([*(p.shard for p in norms.get(groups, ())), *joining.get(groups, ())])
+        parts = [torch.stack([_sum(p).to(device) for p in norms[groups]])] if groups in norms else []
+        if groups in joining:
+            has_gradient = torch.ones(len(joining[groups]), dtype=torch.float64, device=device)
+            for i, shard in enumerate(joining[groups]):
+                if shard.lacks_gradient:
+                    has_gradient[i].zero_()
+            parts.append(has_gradient)
+        vectors[groups] = torch.cat(parts)
+    for group in dict.fromkeys(g for groups in vectors for g in groups):
+        members = [groups for groups in vectors if group in groups]
+        device = vectors[members[0]].device
+        total = sum_over_ranks(torch.cat([vectors[m].to(device) for m in members]), group)
+        vectors |= zip(members, total.split([len(vectors[m]) for m in members]), strict=True)
+
+    present: dict[int, Tensor] = {}
+    for groups, its_shards in joining.items():
+        flags = vectors[groups][-len(its_shards) :].unbind()
+        present |= {
+            id(s): (flag > 0).to(s.param.device) for s, flag in zip(its_shards, flags, strict=True) if s.lacks_gradient
+        }
+    sums = []
+    for groups, its_pieces in norms.items():
+        sums.append(vectors[groups][: len(its_pieces)])
+        _set_scales(its_pieces, sums[-1].sqrt())
+    return sums, present
+
+
+def _set_scales(pieces: Sequence[Piece], norms: Tensor) -> None:
+    """``scale`` of each piece that is clipped, from the norms of the whole tensors."""
+    for limit in {piece.clip for piece in pieces if piece.clip is not None}:
+        # A NaN norm is not above the limit: the NaN goes through to the parameters, as in the reference, unless
+        # skip_nonfinite leaves the step out.
+        scales = torch.where(norms > limit, limit / norms, 1.0).unbind()
+        for piece, scale in zip(pieces, scales, strict=True):
+            if piece.clip == limit:
+                piece.scale = scale.to(piece.shard.param.device)
+
+
+def _device(shards: Sequence[Shard]) -> torch.device:
+    """Where a vector about ``shards`` lives: on the accelerator where one of them does (some may be offloaded)."""
+    devices = [s.param.device for s in shards]
+    return next((d for d in devices if d.type != "cpu"), devices[0])
 
 
 def _sum(piece: Piece) -> Tensor:

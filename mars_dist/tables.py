@@ -7,25 +7,37 @@ import math
 import os
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from mars_dist.config import GROUP_DEFAULTS, Settings
-from mars_dist.maths.rules import Rule
-from mars_dist.sharding import torch_native
-from mars_dist.sharding.layout import WHOLE, Layout
+from mars_dist.agreement import New, check_over_ranks
+from mars_dist.config import Settings
+from mars_dist.sharding import fsdp1, torch_native
+from mars_dist.sharding.dtensor import is_dtensor
+from mars_dist.sharding.layout import Layout
 from mars_dist.sharding.locate import locate, trainable_only
-from mars_dist.sharding.norms import FAULT, check_same, is_shared
 from mars_dist.step import rule_of
 
 logger = logging.getLogger("mars_dist")
 
 # Key of a parameter group: its number, which outlives what engines and load_state_dict do to group dicts.
 GROUP_ID = "mars_group"
+
+
+def _hold(param: Tensor) -> Callable[[], Tensor | None]:
+    """A reference that does not keep ``param`` alive.
+
+    torch swaps the contents of DTensors in place (``model.to()``) and refuses to for tensors with weak references:
+    those are kept alive. An engine that replaces them is followed (``Tables.follow``).
+    """
+    return (lambda: param) if is_dtensor(param) else weakref.ref(param)
+
+
+def _takes_part(p: Tensor) -> bool:
+    return p.grad is not None or p.requires_grad and torch_native.is_sharded(p)
 
 
 class Tables:
@@ -36,27 +48,38 @@ class Tables:
     """
 
     def __init__(self) -> None:
-        self.originals: dict[int, list[tuple[str, weakref.ref[Tensor]]]] = {}
-        self._named: dict[int, tuple[str, weakref.ref[Tensor]]] = {}  # the same, by id
+        self.originals: dict[int, list[tuple[str, Callable[[], Tensor | None]]]] = {}
+        self._named: dict[int, tuple[str, Callable[[], Tensor | None]]] = {}  # the same, by id
+        self._shapes: dict[int, list[tuple[int, ...]]] = {}  # of the originals
+        self._attached: dict[int, tuple[Tensor, Layout]] = {}
         self.forget()
 
     def forget(self) -> None:
         """Find every layout anew: the groups or the settings have changed."""
-        self._layouts: dict[int, tuple[weakref.ref[Tensor], Layout]] = {}
+        self._layouts: dict[int, tuple[Callable[[], Tensor | None], Layout]] = {}
         self._rules: dict[tuple[int, str], tuple[str, tuple[int, ...]]] = {}
         self._logged = False
         self._trainable: int | None = None  # how many tensors will be stepped in all, once it is known
 
     def constructed_as(self, group: dict[str, Any]) -> bool:
         """Whether the tensors in ``group`` are the parameters it was constructed with."""
-        return all(id(p) in self._named and self._named[id(p)][1]() is p for p in group["params"])
+        return all(self._is_original(p) for p in group["params"])
+
+    def _is_original(self, p: Tensor) -> bool:
+        return id(p) in self._named and self._named[id(p)][1]() is p
 
     def remember(self, group: dict[str, Any]) -> None:
         """Keep the names and parameters that ``group`` is constructed with."""
         number, params = group[GROUP_ID], group["params"]
         names = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(params))]
-        self.originals[number] = [(name, weakref.ref(p)) for name, p in zip(names, params, strict=True)]
+        self.originals[number] = [(name, _hold(p)) for name, p in zip(names, params, strict=True)]
+        self._shapes[number] = [tuple(p.shape) for p in params]
         self._named |= {id(p): pair for p, pair in zip(params, self.originals[number], strict=True)}
+
+    def attach(self, model: nn.Module) -> None:
+        """Keep the layouts of the parameters of ``model`` that FSDP1 owns."""
+        self._attached |= {id(p): (p, layout) for p, layout in fsdp1.layouts(model)}
+        self.forget()
 
     def layout(self, p: Tensor) -> Layout:
         """The layout of a tensor that was seen before."""
@@ -66,35 +89,65 @@ class Tables:
         """All layouts found so far, in the order in which they were."""
         return [layout for _, layout in self._layouts.values()]
 
-    def find(self, group: dict[str, Any], position: int, p: Tensor, settings: Settings) -> Layout:
-        """The layout of ``p`` = ``group["params"][position]``, built and checked the first time ``p`` is seen.
+    def always_joins(self, p: Tensor) -> bool:
+        """Whether ``p`` takes part in the exchange of a step even without a gradient on this rank."""
+        return id(p) in self._layouts and self.layout(p).always_joins and p.requires_grad
+
+    def find(self, groups: Sequence[dict[str, Any]], settings: Settings) -> None:
+        """Build and check the layouts of all tensors of ``groups`` that take part in a step and were not seen before.
+
+        Every rank finds the same tensors new in the same call, whether it has a gradient for them or not: the check
+        over the ranks is one exchange for each process group.
 
         Raises:
             RuntimeError: as ``MARS.step()`` says.
         """
-        known = self._layouts.get(id(p))
-        if known is not None and known[0]() is p:
-            if not self._logged:
-                self._log()
-            return known[1]
-        name, original = self._named.get(id(p), ("", None))
-        if original is not None and original() is p:
-            layout = torch_native.locate(name, p)
-        else:
-            layout = locate(p, position, group["params"], self._constructed_with(group[GROUP_ID]))
-        rules = [rule_of(segment, group, settings) for segment in layout.segments]
-        _check_over_ranks(layout, rules, group, settings, p.device)
-        _refuse_what_needs_whole_tensors(layout, rules, settings)
-        self._layouts[id(p)] = (weakref.ref(p), layout)
-        for segment, rule in zip(layout.segments, rules, strict=True):
-            self._rules[group[GROUP_ID], segment.name] = (rule.label, segment.shape)
-        if not self._logged:
+        new = []
+        for group in groups:
+            unseen = [(i, p) for i, p in enumerate(group["params"]) if not self._is_seen(p) and _takes_part(p)]
+            if unseen:
+                self._follow(group)
+            for position, p in unseen:
+                layout = self._build(group, position, p)
+                rules = [rule_of(segment, group, settings) for segment in layout.segments]
+                new.append(New(p, group, layout, rules))
+        if new:
+            check_over_ranks(new, settings)
+        for tensor in new:
+            self._layouts[id(tensor.param)] = (_hold(tensor.param), tensor.layout)
+            for segment, rule in zip(tensor.layout.segments, tensor.rules, strict=True):
+                self._rules[tensor.group[GROUP_ID], segment.name] = (rule.label, segment.shape)
+        if not self._logged and self._layouts:
             if self._trainable is None:
-                groups = (trainable_only(self._constructed_with(number)) for number in self.originals)
-                self._trainable = sum(len(params) for params in groups)
-            if len(self._rules) >= self._trainable:
+                their = (trainable_only(self._constructed_with(number)) for number in self.originals)
+                self._trainable = sum(len(params) for params in their)
+            if not new or len(self._rules) >= self._trainable:
                 self._log()
-        return layout
+
+    def _is_seen(self, p: Tensor) -> bool:
+        return id(p) in self._layouts and self._layouts[id(p)][0]() is p
+
+    def _follow(self, group: dict[str, Any]) -> None:
+        """Somebody has put other parameters in the place of those that the group was constructed with.
+
+        DTensors say themselves what they are (Accelerate does that under FSDP2), and parameters of the same shapes are
+        taken for new originals. What else an engine may step on is for ``locate`` to find out.
+        """
+        params, number = group["params"], group[GROUP_ID]
+        alike = [tuple(p.shape) for p in params] == self._shapes.get(number)
+        if any(is_dtensor(p) for p in params) or alike and all(isinstance(p, nn.Parameter) for p in params):
+            if not self.constructed_as(group):
+                before = [name for name, _ in self.originals[number]]
+                self.remember({"param_names": before, **group} if len(before) == len(params) else group)
+
+    def _build(self, group: dict[str, Any], position: int, p: Tensor) -> Layout:
+        attached = self._attached.get(id(p))
+        if attached is not None and attached[0] is p:
+            return attached[1]
+        if self._is_original(p) or torch_native.is_sharded(p):
+            name = self._named[id(p)][0] if id(p) in self._named else f"parameter {position}"
+            return torch_native.locate(name, p)
+        return locate(p, position, group["params"], self._constructed_with(group[GROUP_ID]))
 
     def _constructed_with(self, number: int) -> list[tuple[str, Tensor]]:
         return [(name, p) for name, ref in self.originals[number] if (p := ref()) is not None]
@@ -130,42 +183,4 @@ class Tables:
                 "plain AdamW trains %.0f %% of all elements, in tensors of 3 and more dimensions (experts, "
                 "convolutions): matrix_ndim=(2, 3, 4) or a group with use_mars=True gives them the MARS rule",
                 100.0 * larger / total,
-            )
-
-
-def _check_over_ranks(
-    layout: Layout, rules: Sequence[Rule], group: dict[str, Any], settings: Settings, device: torch.device
-) -> None:
-    """Raise on every rank when one has found a fault or the ranks would not step alike, so that nobody hangs."""
-    agree = True
-    if layout.process_group is not None and is_shared(layout.process_group):
-        labels = [rule.label for rule in rules]
-        numbers = [(key, group[key]) for key in GROUP_DEFAULTS if key in group and key != "lr"]
-        number = FAULT if layout.fault else layout.fingerprint(labels, settings, numbers)
-        agree = check_same(number, layout.process_group, device)
-    if layout.fault:
-        raise RuntimeError(layout.fault)
-    if not agree:
-        first = layout.segments[0]
-        raise RuntimeError(
-            "MARS: the ranks that share this tensor do not agree on the names, shapes or order of the parameters in it "
-            f"(this rank sees {len(layout.segments)}, the first is {first.name} of shape {first.shape}) or on MARS's "
-            f"settings ({settings}, clip={group['clip']}): build the same model, groups and optimizer on every rank. "
-            "Or another rank has found a fault: see its message."
-        )
-
-
-def _refuse_what_needs_whole_tensors(layout: Layout, rules: Sequence[Rule], settings: Settings) -> None:
-    if not settings.is_approx and layout.engine != WHOLE:
-        raise RuntimeError(
-            f"exact mode (is_approx=False) is not supported under {layout.engine} yet, where the gradients of the next "
-            "batch do not reach the optimizer: use it on one process or under DDP in float32, or is_approx=True here."
-        )
-    for segment, rule in zip(layout.segments, rules, strict=True):
-        if rule.whole_matrix and is_shared(layout.process_group):
-            raise RuntimeError(
-                f"{rule.label} needs whole matrices, and {layout.engine} spreads {segment.name} of shape "
-                f"{segment.shape} over {dist.get_world_size(layout.process_group)} ranks: this version supports the "
-                "matrix variants on whole tensors only (one process, DDP, ZeRO stage 0). Use "
-                'mars_type="mars-adamw" or "mars-lion" here.'
             )

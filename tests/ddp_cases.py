@@ -1,4 +1,4 @@
-"""What runs on the ranks in the DDP tests: short recorded trainings, and engines that MARS has to refuse."""
+"""What runs on the ranks in the DDP tests: short recorded trainings."""
 
 from __future__ import annotations
 
@@ -113,56 +113,3 @@ def snapshot(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def same(before: list[Tensor], after: list[Tensor]) -> bool:
     return len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-# ------------------------------------------------------------------------------------------------- refused engines
-
-
-class Small(nn.Module):
-    """A matrix and a bias; or one matrix of a single element, which leaves all ranks but the first without a piece."""
-
-    def __init__(self, single_element: bool) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.linear = nn.Linear(1, 1, bias=False) if single_element else nn.Linear(1, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x) - 1.0).square().mean()
-
-
-def refused(kind: str, single_element: bool) -> dict[str, Any]:
-    """Train one step with MARS on an engine that it cannot see through; what it said and whether anything moved."""
-    import mars_dist
-
-    net = Small(single_element)
-    model: Any = net
-    early = mars_dist.MARS(net.named_parameters(), **LR)
-    if kind == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        model = fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    else:
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        model = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=kind != "fsdp1-flat")
-    said = ""
-    values = None
-    try:
-        optimizer = early if kind == "fsdp1-original-early" else mars_dist.MARS(model.named_parameters(), **LR)
-        model(torch.ones(2, 1)).backward()
-        values = [local(p).clone() for p in model.parameters()]
-        optimizer.step()
-    except RuntimeError as error:
-        said = str(error)
-    moved = values is not None and not same(values, [local(p) for p in model.parameters()])
-    return {
-        "said": said,
-        "moved": moved,
-        "kind": type(model).__name__,
-        "empty": not any(v.numel() for v in values or []),
-    }
-
-
-def local(p: Tensor) -> Tensor:
-    return getattr(p, "_local_tensor", p).detach()

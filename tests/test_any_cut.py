@@ -101,7 +101,7 @@ def run_sharded(scenario: Scenario, p0: list[Tensor], gradients: list[list[Tenso
                 segments.append(Segment(f"p{i}", shape, *segment))
                 begin += numel
             param = flatten(p0)[first:last].clone()
-            layout = Layout(tuple(segments), ranks, "threads")  # type: ignore[arg-type]
+            layout = Layout(tuple(segments), (ranks,), "threads")  # type: ignore[arg-type]
             state: dict[str, Tensor] = {}
             for grads in gradients:
                 shard = step.Shard(param, flatten(grads)[first:last].clone(), state, group, layout)

@@ -1,4 +1,4 @@
-"""MARS under DistributedDataParallel on 2 and 3 gloo ranks, and the refusal of engines that it cannot see through."""
+"""MARS under DistributedDataParallel on 2 and 3 gloo ranks, and the refusal of tensors that it cannot see through."""
 
 from __future__ import annotations
 
@@ -134,22 +134,6 @@ def test_a_loss_that_is_not_finite_on_one_rank_leaves_everything_untouched_on_al
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
-
-# "early": constructed before the model was wrapped, with parameters that stay the same objects.
-KINDS = {"fsdp1-flat": "FSDP1", "fsdp1-original": "FSDP1", "fsdp1-original-early": "FSDP1", "fsdp2": "FSDP2"}
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("single_element", [False, True], ids=["", "ranks_without_a_piece"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_fsdp_is_refused_on_every_rank_and_says_what_to_do(pool: RankPool, kind: str, single_element: bool) -> None:
-    results = pool.run(ddp_cases.refused, kind, single_element, timeout=60)
-    for rank, result in enumerate(results):
-        if kind != "fsdp1-flat":  # whose pieces are padded
-            assert result["empty"] == (single_element and rank > 0)
-        assert KINDS[kind] in result["said"] and "Use DeepSpeed ZeRO-1/2/3 or DDP" in result["said"]
-        assert "does not fall back to AdamW" in result["said"]
-        assert not result["moved"]
 
 
 def optimizer_of(*shapes: tuple[int, ...]) -> tuple[list[torch.nn.Parameter], mars_dist.MARS]:

@@ -23,11 +23,12 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"maths"},
     "states": {"maths"},
     "step": {"kernels", "maths", "sharding", "states", "config"},
-    "tables": {"step", "maths", "sharding", "config", "log"},
+    "agreement": {"maths", "sharding", "config"},
+    "tables": {"agreement", "step", "maths", "sharding", "config", "log"},
     "optimizer": {"tables", "step", "states", "sharding", "config", "log"},
     "integrations": {"optimizer", "tables", "step", "states", "maths", "sharding", "config", "log"},
 }
-BELOW_THE_OPTIMIZER = {"maths", "sharding", "config", "log", "kernels", "states", "step", "tables"}
+BELOW_THE_OPTIMIZER = {"maths", "sharding", "config", "log", "kernels", "states", "step", "agreement", "tables"}
 ABOVE = {
     "optimizer",
     "integrations",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 
 import torch
 from torch.distributed import ProcessGroup
 
-# The engine of a tensor that is the parameter it was constructed as.
+# The engine of a tensor that is the parameter it was constructed as, and of one that DeepSpeed without ZeRO copied.
 WHOLE = "whole tensors"
+COPIES = "copies"
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Segment:
         shape: the GLOBAL shape of the parameter, whatever the sharding.
         start, stop: the piece is elements [start, stop) of the flattened parameter; empty when equal.
         offset: where the piece begins in the (flattened) tensor that the engine hands to the optimizer.
+        region: for a piece that is a block of the parameter and no interval of it (tensor parallelism), the interval
+            [begin, end) in every dimension; start and stop then only count its elements.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Segment:
     start: int
     stop: int
     offset: int
+    region: tuple[tuple[int, int], ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -45,26 +48,25 @@ class Layout:
 
     Attributes:
         segments: empty pieces included.
-        process_group: the ranks whose pieces together make each parameter exactly once; None when this process
-            holds every parameter whole.
+        process_groups: the ranks whose pieces together make each parameter exactly once: a sum over these groups, one
+            after the other, is the sum over all pieces. One group as a rule, one for each mesh dimension that cuts a
+            DTensor; none when this process holds every parameter whole.
         fault: what is wrong with the table as this rank sees it, or "". Only this rank may see it: all ranks that
             share the tensor must hear of it before one raises, or the others wait for ever.
         engine: which source this table came from, for messages and tests: "whole tensors", "copies", "ZeRO-1/2",
-            "ZeRO-3".
+            "ZeRO-3", "FSDP1", "DTensor (Replicate(), Shard(dim=0))".
+        always_joins: the tensor takes part in the exchange of a step even where this rank has no gradient for it: in
+            PyTorch's sharded engines the other ranks may have one.
     """
 
     segments: tuple[Segment, ...]
-    process_group: ProcessGroup | None
+    process_groups: tuple[ProcessGroup, ...]
     engine: str
     fault: str = ""
-
-    def fingerprint(self, *more: object) -> int:
-        """A number that is equal on ranks that agree on names, shapes, order and ``more`` (63 bits)."""
-        text = repr([(s.name, s.shape) for s in self.segments]) + repr(more)
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    always_joins: bool = False
 
 
 def whole(name: str, param: torch.Tensor, engine: str = WHOLE) -> Layout:
     """The layout of a tensor that every process holds whole."""
     shape = tuple(param.shape)
-    return Layout((Segment(name, shape, 0, math.prod(shape), 0),), None, engine)
+    return Layout((Segment(name, shape, 0, math.prod(shape), 0),), (), engine)

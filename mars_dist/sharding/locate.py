@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mars_dist.sharding import torch_native, zero
-from mars_dist.sharding.layout import Layout, whole
+from mars_dist.sharding.layout import COPIES, Layout, whole
 
 
 def trainable_only(originals: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -24,7 +24,7 @@ def _copy(copy: Tensor, name: str, original: Tensor) -> Layout:
             f"DeepSpeed's float32 copy of {name} does not agree with the model's weights: they were changed after "
             "deepspeed.initialize, and the first step would undo that. Load weights before it."
         )
-    layout = whole(name, copy, engine="copies")
+    layout = whole(name, copy, engine=COPIES)
     return replace(layout, fault=fault)
 
 

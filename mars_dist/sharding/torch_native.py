@@ -1,40 +1,30 @@
-"""Layouts of PyTorch's own engines: whole tensors on every rank (one process, DDP), and what is refused so far."""
+"""Layouts of PyTorch's own engines: whole tensors (one process, DDP), DTensors (FSDP2, HSDP, TP), FSDP1."""
 
 from __future__ import annotations
 
-import sys
-
 from torch import Tensor
 
+from mars_dist.sharding import dtensor, fsdp1
 from mars_dist.sharding.layout import Layout, whole
-
-REMEDY = "Use DeepSpeed ZeRO-1/2/3 or DDP; MARS does not fall back to AdamW."
 
 
 def locate(name: str, param: Tensor) -> Layout:
-    """The layout of ``param`` when the engine left it the parameter it was: whole on this process.
+    """The layout of ``param`` where it says itself what it is, or is the parameter it was constructed as: whole.
 
     Raises:
-        RuntimeError: for parameters whose pieces are spread in a way that this version cannot see through.
+        RuntimeError: for parameters whose pieces are spread in a way that cannot be seen through.
     """
-    refuse(name, param)
+    refuse_slices(name, param)
+    if dtensor.is_dtensor(param):
+        return dtensor.locate(name, param)
+    if fsdp1.is_fsdp1(param):
+        raise fsdp1.refusal(name)
     return whole(name, param)
 
 
-def refuse(name: str, param: Tensor) -> None:
-    """Raise for a parameter of an engine that this version does not support."""
-    refuse_slices(name, param)
-    module = sys.modules.get("torch.distributed.tensor")  # slow to import, and there can be no DTensor without it
-    if module is not None and isinstance(param, module.DTensor):
-        raise RuntimeError(
-            f"{name} is a DTensor ({param.placements}): this version of mars_dist does not support FSDP2 or tensor "
-            f"parallelism yet. {REMEDY}"
-        )
-    if getattr(param, "_fsdp_flattened", False) or type(param).__name__ == "FlatParameter":
-        raise RuntimeError(
-            f"{name} belongs to FullyShardedDataParallel (FSDP1), which hands over flat pieces of tensors: this "
-            f"version of mars_dist cannot see their shapes. {REMEDY}"
-        )
+def is_sharded(param: Tensor) -> bool:
+    """Whether other ranks may hold pieces of ``param``, with gradients that this rank has not."""
+    return dtensor.is_dtensor(param) or fsdp1.is_fsdp1(param)
 
 
 def refuse_slices(name: str, param: Tensor) -> None:
@@ -44,5 +34,6 @@ def refuse_slices(name: str, param: Tensor) -> None:
         raise RuntimeError(
             f"{name} of shape {shape} is one rank's slice of a larger tensor (tensor parallelism): MARS "
             "would take the norm of the slice for that of the tensor. This version does not support it: set "
-            'tensor_parallel.autotp_size to 1 (or remove "tensor_parallel") and shard with ZeRO instead.'
+            'tensor_parallel.autotp_size to 1 (or remove "tensor_parallel") and shard with ZeRO instead, or use '
+            "PyTorch's parallelize_module, whose slices are DTensors."
         )

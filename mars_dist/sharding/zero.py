@@ -67,7 +67,7 @@ def _stage12(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout:
         segment = Segment(name, tuple(p.shape), low - begin, high - begin, low - first)
         faults.append(_fault(flat, segment, p.data.flatten()[segment.start : segment.stop], "ZeRO-1/2"))
         segments.append(segment)
-    return Layout(tuple(segments), group, "ZeRO-1/2", next(filter(None, faults), ""))
+    return Layout(tuple(segments), (group,), "ZeRO-1/2", next(filter(None, faults), ""))
 
 
 def _stage3(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout | None:
@@ -96,7 +96,7 @@ def _stage3(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout | N
             f"ZeRO-3: the pieces of sub-group {index} add up to {offset} elements, its flat partition has "
             f"{flat.numel()}: this release of DeepSpeed lays them out in a way that mars_dist does not know. {REMEDY}",
         )
-    return Layout(tuple(segments), group, "ZeRO-3", next(filter(None, faults), ""))
+    return Layout(tuple(segments), (group,), "ZeRO-3", next(filter(None, faults), ""))
 
 
 def _fault(flat: Tensor, segment: Segment, weights: Tensor, engine: str) -> str:

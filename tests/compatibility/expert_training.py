@@ -70,7 +70,7 @@ def experts(case: ZeroCase, active: str) -> dict[str, Any]:
             run.recorder.end_of_update()
         proof = engine.has_moe_layers and engine.num_experts == [EXPERTS]
         if case.stage > 0:  # one table over the ranks that share an expert, one over all; one sum over each
-            sizes = {dist.get_world_size(layout.process_group) for layout in run.mars._tables.seen()}
+            sizes = {dist.get_world_size(*layout.process_groups) for layout in run.mars._tables.seen()}
             proof = proof and sizes == {world // EXPERT_RANKS, world}
             calls_per_update = len(run.recorder.collectives) // case.steps
             last = [call for calls in run.recorder.collectives[-calls_per_update:] for call in calls]
@@ -173,6 +173,6 @@ def auto_experts(case: ZeroCase, active: str) -> dict[str, Any]:
         layers = [module for module in run.engine.module.modules() if isinstance(module, AutoEPMoELayer)]
         proof = len(layers) == 1 and layers[0].ep_size == EXPERT_RANKS
         if case.stage > 0:
-            sizes_of_groups = {dist.get_world_size(layout.process_group) for layout in run.mars._tables.seen()}
+            sizes_of_groups = {dist.get_world_size(*layout.process_groups) for layout in run.mars._tables.seen()}
             proof = proof and sizes_of_groups == {world // EXPERT_RANKS, world}
         return {**run.result(), "active": proof, "shapes": {n: tuple(t.shape) for n, t in run.start.items()}}

@@ -1,0 +1,89 @@
+"""What is asked once about tensors that are new to an optimizer: do the ranks agree on them, are they supported."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mars_dist.config import GROUP_DEFAULTS, Settings
+from mars_dist.maths.rules import Rule
+from mars_dist.sharding.layout import WHOLE, Layout
+from mars_dist.sharding.norms import FAULT, check_same, is_shared
+
+
+@dataclass(frozen=True)
+class New:
+    """A tensor that is stepped for the first time; ``rules`` has one rule for each segment of ``layout``."""
+
+    param: Tensor
+    group: dict[str, Any]
+    layout: Layout
+    rules: list[Rule]
+
+    def fingerprint(self) -> list[object]:
+        """What must be equal on all ranks that share the tensor (all numbers of the group but lr)."""
+        numbers = [(key, self.group[key]) for key in GROUP_DEFAULTS if key in self.group and key != "lr"]
+        return [[(s.name, s.shape) for s in self.layout.segments], [rule.label for rule in self.rules], numbers]
+
+
+def check_over_ranks(new: Sequence[New], settings: Settings) -> None:
+    """Raise on every rank when one has found a fault or the ranks would not step alike, so that nobody hangs.
+
+    One exchange of two numbers for each process group. With several groups (the dimensions of a mesh) what one of them
+    has found goes on to the next, so that all ranks of the mesh raise.
+
+    Raises:
+        RuntimeError: with the fault of this rank, or saying that another rank has one.
+    """
+    fault = next((tensor.layout.fault for tensor in new if tensor.layout.fault), "")
+    unsupported = next(filter(None, (_unsupported(tensor, settings) for tensor in new)), "")
+    agree = True
+    for process_group in dict.fromkeys(g for tensor in new for g in tensor.layout.process_groups):
+        if not is_shared(process_group):
+            continue
+        theirs = [tensor for tensor in new if process_group in tensor.layout.process_groups]
+        number = FAULT if fault or not agree else _hash([settings, [tensor.fingerprint() for tensor in theirs]])
+        agree = check_same(number, process_group, theirs[0].param.device) and agree
+        # Ranks that have all found a fault agree on it.
+        agree = agree and number != FAULT
+    if fault or unsupported and agree:
+        raise RuntimeError(fault or unsupported)
+    if not agree:
+        first = next(tensor for tensor in new if tensor.layout.process_groups)
+        names = [segment.name for tensor in new for segment in tensor.layout.segments]
+        raise RuntimeError(
+            "MARS: the ranks that share these tensors do not agree on the names, shapes or order of the parameters in "
+            f"them (this rank sees {len(names)}, the first is {first.layout.segments[0].name} of shape "
+            f"{first.layout.segments[0].shape}) or on MARS's settings ({settings}, clip={first.group['clip']}): build "
+            "the same model, groups and optimizer on every rank. Or another rank has found a fault: see its message."
+        )
+
+
+def _hash(content: object) -> int:
+    """63 bits of ``content``, equal on ranks where its repr is."""
+    return int.from_bytes(hashlib.sha256(repr(content).encode()).digest()[:8], "big") >> 1
+
+
+def _unsupported(tensor: New, settings: Settings) -> str:
+    """What this version cannot do with the tensor, the same on every rank; or ""."""
+    layout = tensor.layout
+    if not settings.is_approx and layout.engine != WHOLE:
+        return (
+            f"exact mode (is_approx=False) is not supported under {layout.engine} yet, where the gradients of the next "
+            "batch do not reach the optimizer: use it on one process or under DDP in float32, or is_approx=True here."
+        )
+    ranks = math.prod(dist.get_world_size(g) for g in layout.process_groups if is_shared(g))
+    for segment, rule in zip(layout.segments, tensor.rules, strict=True):
+        if rule.whole_matrix and any(is_shared(g) for g in layout.process_groups):
+            return (
+                f"{rule.label} needs whole matrices, and {layout.engine} spreads {segment.name} of shape "
+                f"{segment.shape} over {ranks} ranks: this version supports the matrix variants on whole tensors only "
+                '(one process, DDP, ZeRO stage 0). Use mars_type="mars-adamw" or "mars-lion" here.'
+            )
+    return ""

@@ -1,0 +1,87 @@
+"""Layouts of DTensors: FSDP2 (``fully_shard``), HSDP, tensor parallelism, and any product of them.
+
+A DTensor says itself how it is cut: its global shape, the mesh of ranks, and one placement for each dimension of the
+mesh. Its pieces are summed over the mesh dimensions that cut it; a dimension that replicates it (HSDP) holds the same
+pieces again. Steps work on the local tensors: no operation of DTensor is dispatched in a step.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from mars_dist.sharding.layout import Layout, Segment
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. Their module is slow to import, and there can be none without it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part of a DTensor, in the same memory; whatever else it is, itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def local_gradient(param: Tensor, grad: Tensor, name: str) -> Tensor:
+    """The gradient of this rank's part of ``param``.
+
+    Tensor parallelism may leave the gradient of a replicated parameter as partial sums (or cut in another way): it is
+    then brought into the parameter's placements, which costs the collective that the engine has left out.
+
+    Raises:
+        RuntimeError: when one of the two is a DTensor and the other is not.
+    """
+    if is_dtensor(param) != is_dtensor(grad):
+        raise RuntimeError(
+            f"{name} is a {type(param).__name__} and its gradient a {type(grad).__name__}: MARS cannot know which part "
+            "of the gradient belongs to this rank. Assign gradients of the same kind (distribute_tensor)."
+        )
+    if not is_dtensor(param):
+        return grad
+    theirs: Any = grad
+    if theirs.placements != param.placements:  # type: ignore[attr-defined]
+        theirs = theirs.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+    return theirs.to_local()
+
+
+def locate(name: str, param: Any) -> Layout:
+    """The layout of the DTensor ``param``.
+
+    Raises:
+        RuntimeError: for a parameter that is a pending sum (``Partial``), which no engine makes.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = param.device_mesh, tuple(param.placements)
+    engine = f"DTensor {placements}"
+    if any(placement.is_partial() for placement in placements):
+        raise RuntimeError(f"{name} has the placements {placements}: a parameter must be sharded or replicated.")
+    cuts = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    shape = tuple(param.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    fault = ""
+    if tuple(sizes) != tuple(local(param).shape):
+        fault = (
+            f"{name}: this rank holds {tuple(local(param).shape)} of a DTensor of shape {shape} with {placements}, "
+            f"where {tuple(sizes)} was expected. mars_dist was tested with torch 2.13."
+        )
+    groups = tuple(mesh.get_group(i) for i in cuts)
+    return Layout((_segment(name, shape, sizes, offsets),), groups, engine, fault, always_joins=bool(cuts))
+
+
+def _segment(name: str, shape: tuple[int, ...], sizes: tuple[int, ...], offsets: tuple[int, ...]) -> Segment:
+    numel = math.prod(sizes)
+    if numel == 0:
+        return Segment(name, shape, 0, 0, 0)
+    # An interval: one index in each of the leading dimensions, a range in one, all of the dimensions after it.
+    ranged = next((i for i, size in enumerate(sizes) if size > 1), len(sizes))
+    if all(size == whole for size, whole in zip(sizes[ranged + 1 :], shape[ranged + 1 :], strict=True)):
+        start = sum(o * math.prod(shape[i + 1 :]) for i, o in enumerate(offsets))
+        return Segment(name, shape, start, start + numel, 0)
+    region = tuple((o, o + size) for o, size in zip(offsets, sizes, strict=True))
+    return Segment(name, shape, 0, numel, 0, region)
