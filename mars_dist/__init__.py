@@ -1,15 +1,15 @@
-"""MARS for distributed training: the same optimizer on one process, DDP and DeepSpeed ZeRO.
+"""MARS for distributed training: the same optimizer on one process, under DDP, FSDP and DeepSpeed ZeRO.
 
-Importing the package registers the name "MARS" with DeepSpeed's JSON configuration as soon as torch is imported (it
-imports and patches nothing else, torch included), and has the guard watch over DeepSpeed's engines.
-``MARS_DIST_REGISTER=0`` in the environment turns both off.
+Importing the package registers MARS with DeepSpeed's JSON configuration (and has the guard watch over its engines),
+with Accelerate's ``prepare`` and with the Trainer's ``optim``, each as soon as somebody imports it; it imports and
+patches nothing else, torch included. ``MARS_DIST_REGISTER=0`` in the environment turns all of it off.
 """
 
 import os
 from typing import TYPE_CHECKING, Any
 
 from mars_dist import log
-from mars_dist.integrations.deepspeed import register, register_with_torch, unregister
+from mars_dist.integrations import register, register_when_imported, unregister
 
 if TYPE_CHECKING:
     from mars_dist.optimizer import MARS
@@ -29,4 +29,4 @@ def __getattr__(name: str) -> Any:
 
 log.show()
 if os.environ.get("MARS_DIST_REGISTER", "1") != "0":
-    register_with_torch()
+    register_when_imported()

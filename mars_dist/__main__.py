@@ -1,7 +1,8 @@
 """``python -m mars_dist script.py ...``: run a script that nobody edited, with MARS registered.
 
-Also as ``deepspeed --module mars_dist script.py ...`` and ``torchrun -m mars_dist script.py ...``. The script sees
-the command line, the module path and the ``__main__`` that it would see if it were run directly.
+Also as ``deepspeed --module mars_dist script.py ...``, ``accelerate launch -m mars_dist script.py ...`` and ``torchrun
+-m mars_dist script.py ...``. The script sees the command line, the module path and the ``__main__`` that it would see
+if it were run directly.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import mars_dist
 
 USAGE = """usage: python -m mars_dist [-m] SCRIPT [ARGUMENTS ...]
 
-Registers MARS, so that "type": "MARS" works in a DeepSpeed configuration, then runs SCRIPT (with -m: a module) with
-its ARGUMENTS as if it had been started directly. Under a launcher:
+Registers MARS, so that "type": "MARS" works in a DeepSpeed configuration and `--optim mars_adamw` in a script that
+uses transformers' Trainer, then runs SCRIPT (with -m: a module) with its ARGUMENTS as if it had been started directly.
+Under a launcher:
 
   deepspeed --module mars_dist SCRIPT ...
+  accelerate launch -m mars_dist SCRIPT ...
   torchrun -m mars_dist SCRIPT ...
 
 Processes that SCRIPT starts itself (torch.multiprocessing.spawn) do not inherit this: they need `import mars_dist`.

@@ -91,7 +91,7 @@ class Tables:
 
     def always_joins(self, p: Tensor) -> bool:
         """Whether ``p`` takes part in the exchange of a step even without a gradient on this rank."""
-        return id(p) in self._layouts and self.layout(p).always_joins and p.requires_grad
+        return self._is_seen(p) and self.layout(p).always_joins and p.requires_grad
 
     def find(self, groups: Sequence[dict[str, Any]], settings: Settings) -> None:
         """Build and check the layouts of all tensors of ``groups`` that take part in a step and were not seen before.

@@ -56,8 +56,33 @@ def test_the_configuration_builds_mars() -> None:
     assert optimizer.rule_counts() == RULES
 
 
+def test_the_two_lines_for_accelerate_run() -> None:
+    from accelerate import Accelerator
+
+    (snippet,) = [text for text in blocks("python") if "accelerator.prepare" in text]
+    model = Net()
+    names: dict[str, Any] = {"MARS": MARS, "model": model, "accelerator": Accelerator(cpu=True), "loader": [0]}
+    exec(compile(snippet, "README.md", "exec"), names)
+    names["accelerator"].backward(names["model"](torch.ones(1, 3)).square().sum())
+    names["optimizer"].step()
+    assert type(names["optimizer"].optimizer) is MARS and names["optimizer"].optimizer.rule_counts() == RULES
+
+
+def test_the_arguments_for_the_trainer_build_mars(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    (snippet,) = [text for text in blocks("python") if "TrainingArguments" in text]
+    names: dict[str, Any] = {"TrainingArguments": TrainingArguments}
+    exec(compile(snippet.replace('"out"', repr(str(tmp_path))), "README.md", "exec"), names)
+    optimizer = Trainer(Net(), names["args"]).create_optimizer()
+    assert type(optimizer) is MARS
+    assert {(g["gamma"], g["betas"], g["lr"] * g["lr_1d_ratio"]) for g in optimizer.param_groups} == {
+        (0.05, (0.95, 0.99), 1e-3)
+    }
+
+
 def test_the_loop_of_your_own_runs() -> None:
-    (snippet,) = blocks("python")
+    (snippet,) = [text for text in blocks("python") if "from mars_dist import MARS" in text]
     model = Net()
     before = [p.detach().clone() for p in model.parameters()]
     names: dict[str, Any] = {"model": model, "loss": model(torch.ones(1, 3)).square().sum()}

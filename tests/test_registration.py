@@ -315,7 +315,7 @@ def test_a_deepspeed_without_the_list_is_reported_by_name(
     """A warning: the script that imports DeepSpeed may not use MARS at all."""
     monkeypatch.setitem(sys.modules, registration.ZERO_UTILS, types.ModuleType(registration.ZERO_UTILS))
     mars_dist.register()
-    assert re.search("has no ZERO_SUPPORTED_OPTIMIZERS.*zero_allow_untested_optimizer", caplog.text)
+    assert re.search(r"has no [\w.]+ZERO_SUPPORTED_OPTIMIZERS: .*zero_allow_untested_optimizer", caplog.text)
 
 
 # ---------------------------------------------------------------------------------------------- the import hook

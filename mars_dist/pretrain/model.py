@@ -52,7 +52,8 @@ def build(section: Model) -> nn.Module:
             if name.endswith(".bias"):
                 nn.init.zeros_(p).requires_grad_(False)
     if section.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", None)  # older releases: gradient_...
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     if section.compile:
         model.compile()
     return model

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from mars_dist.sharding.layout import Layout, Segment
+from mars_dist.versions import tested
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -44,9 +45,10 @@ def local_gradient(param: Tensor, grad: Tensor, name: str) -> Tensor:
     if not is_dtensor(param):
         return grad
     theirs: Any = grad
-    if theirs.placements != param.placements:  # type: ignore[attr-defined]
-        theirs = theirs.redistribute(placements=param.placements)  # type: ignore[attr-defined]
-    return theirs.to_local()
+    if theirs.placements == param.placements:  # type: ignore[attr-defined]
+        return theirs.to_local()
+    moved = theirs.redistribute(placements=param.placements).to_local()  # type: ignore[attr-defined]
+    return moved.wait() if hasattr(moved, "wait") else moved  # its collective may still be running
 
 
 def locate(name: str, param: Any) -> Layout:
@@ -68,7 +70,7 @@ def locate(name: str, param: Any) -> Layout:
     if tuple(sizes) != tuple(local(param).shape):
         fault = (
             f"{name}: this rank holds {tuple(local(param).shape)} of a DTensor of shape {shape} with {placements}, "
-            f"where {tuple(sizes)} was expected. mars_dist was tested with torch 2.13."
+            f"where {tuple(sizes)} was expected. mars_dist was {tested('torch')}."
         )
     groups = tuple(mesh.get_group(i) for i in cuts)
     return Layout((_segment(name, shape, sizes, offsets),), groups, engine, fault, always_joins=bool(cuts))

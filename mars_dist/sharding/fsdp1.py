@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mars_dist.sharding.layout import Layout, Segment
+from mars_dist.versions import missing_hook, tested
 
 ENGINE = "FSDP1"
 # What wrappers put into the path of a module.
@@ -54,10 +55,9 @@ def layouts(model: nn.Module) -> Iterator[tuple[Tensor, Layout]]:
             if handle is not None:
                 yield from _of_unit(_clean(f"{path}."), handle)
         except AttributeError as error:
-            raise RuntimeError(
-                f"FSDP1 in this release of torch differs from the tested one (2.13): {error}. Use fully_shard (FSDP2), "
-                "which needs no private attribute."
-            ) from error
+            consequence = "MARS cannot see which pieces of which tensors FSDP1 hands over"
+            instead = "use fully_shard (FSDP2), which needs no private attribute"
+            raise RuntimeError(missing_hook("torch", error, consequence, instead)) from error
 
 
 def _of_unit(path: str, handle: Any) -> Iterator[tuple[Tensor, Layout]]:
@@ -101,5 +101,5 @@ def _fault(segments: list[Segment], param: Tensor, exact: bool = False) -> str:
     return (
         f"FSDP1: the table of pieces ({segments[0].name} of shape {segments[0].shape}, ...) needs {expected} elements "
         f"and this rank holds {param.numel()}. Call optimizer.attach(model) outside of summon_full_params; mars_dist "
-        "was tested with torch 2.13."
+        f"was {tested('torch')}."
     )

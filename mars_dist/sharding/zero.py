@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mars_dist.sharding.layout import Layout, Segment
+from mars_dist.versions import installed, missing_hook, tested
 
 REMEDY = (
     "MARS needs the shape of every tensor and does not fall back to AdamW. Construct it with the model's own "
@@ -37,7 +38,17 @@ def locate(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout | No
 
     Returns: the layout carries a fault where the table does not agree with the weights.
 
+    Raises:
+        RuntimeError: when this release of DeepSpeed keeps the pieces under other names.
     """
+    try:
+        return _locate(flat, originals)
+    except AttributeError as error:
+        consequence = "MARS cannot see which pieces of which tensors ZeRO hands over"
+        raise RuntimeError(missing_hook("deepspeed", error, consequence)) from error
+
+
+def _locate(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout | None:
     sharded = [(name, p) for name, p in originals if hasattr(p, "_z3_optimizer")]
     if sharded:
         layout = _stage3(flat, sharded)
@@ -94,7 +105,8 @@ def _stage3(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout | N
         faults.insert(
             0,
             f"ZeRO-3: the pieces of sub-group {index} add up to {offset} elements, its flat partition has "
-            f"{flat.numel()}: this release of DeepSpeed lays them out in a way that mars_dist does not know. {REMEDY}",
+            f"{flat.numel()}: DeepSpeed {installed('deepspeed')} lays them out in a way that mars_dist does not know "
+            f"({tested('deepspeed')}). {REMEDY}",
         )
     return Layout(tuple(segments), (group,), "ZeRO-3", next(filter(None, faults), ""))
 
@@ -106,9 +118,9 @@ def _fault(flat: Tensor, segment: Segment, weights: Tensor, engine: str) -> str:
         return ""
     return (
         f"{engine}: the table of pieces does not agree with the weights of {segment.name} "
-        f"(elements {segment.start} to {segment.stop} of shape {segment.shape}). This release of DeepSpeed lays "
-        "its partitions out in a way that mars_dist does not know (tested with 0.19), or the weights were changed "
-        "after deepspeed.initialize without its master copy, or the other way round (load weights before it or through "
-        "engine.load_checkpoint; use safe_set_full_fp32_param only after the first step). Training with a wrong table "
-        "would be silently wrong."
+        f"(elements {segment.start} to {segment.stop} of shape {segment.shape}). DeepSpeed {installed('deepspeed')} "
+        f"lays its partitions out in a way that mars_dist does not know ({tested('deepspeed')}), or the weights were "
+        "changed after deepspeed.initialize without its master copy, or the other way round (load weights before it or "
+        "through engine.load_checkpoint; use safe_set_full_fp32_param only after the first step). Training with a "
+        "wrong table would be silently wrong."
     )

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mars_dist.integrations.import_hook import forget, when_imported
+from mars_dist.versions import missing_hook
 
 if TYPE_CHECKING:
     from mars_dist.optimizer import MARS
@@ -112,11 +113,9 @@ def _allow_in_zero(zero_utils: ModuleType) -> None:
     """Let ZeRO take MARS without ``zero_allow_untested_optimizer``."""
     supported = getattr(zero_utils, "ZERO_SUPPORTED_OPTIMIZERS", None)
     if supported is None:  # no reason to fail at the import of a script that may not use MARS
-        logger.warning(
-            "%s has no ZERO_SUPPORTED_OPTIMIZERS: this release of DeepSpeed differs from the tested ones (0.19). MARS "
-            'under ZeRO needs "zero_allow_untested_optimizer": true in the configuration then, or a tested release.',
-            ZERO_UTILS,
-        )
+        refusal = "ZeRO will refuse MARS as an untested optimizer"
+        remedy = 'set "zero_allow_untested_optimizer": true in the configuration'
+        logger.warning("%s", missing_hook("deepspeed", f"{ZERO_UTILS}.ZERO_SUPPORTED_OPTIMIZERS", refusal, remedy))
         return
     from mars_dist.optimizer import MARS
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ from mars_dist.integrations.deepspeed.features import OFFLOAD, as_given, lookup,
 from mars_dist.integrations.deepspeed.parallel import faults
 from mars_dist.optimizer import MARS
 from mars_dist.sharding.locate import trainable_only
+from mars_dist.versions import missing_hook
 
 logger = logging.getLogger("mars_dist")
 
@@ -27,13 +28,30 @@ ORIGINAL = "_mars_dist_original_"
 EXPECTED = "_mars_dist_tensors"
 
 
+# What the guard reads of an engine that takes its optimizer.
+READ = ("_config", "client_optimizer", "basic_optimizer", "_step_applied", "torch_autocast_z0_gradscaler")
+
+
 def guard(module: ModuleType) -> None:
-    """Watch over the engines of ``deepspeed.runtime.engine``. Idempotent."""
+    """Watch over the engines of ``deepspeed.runtime.engine``. Idempotent.
+
+    Raises:
+        RuntimeError: when this release of DeepSpeed has no such methods.
+    """
+    _refuse_other_releases(getattr(module, "DeepSpeedEngine", None), WATCHED)
     for name, watch in WATCHED.items():
         if not hasattr(module.DeepSpeedEngine, ORIGINAL + name):
             original = getattr(module.DeepSpeedEngine, name)
             setattr(module.DeepSpeedEngine, ORIGINAL + name, original)
             setattr(module.DeepSpeedEngine, name, _watched(original, watch))
+
+
+def _refuse_other_releases(engine: Any, names: Iterable[str]) -> None:
+    missing = [f"DeepSpeedEngine.{name}" for name in names if not hasattr(engine, name)]
+    if missing:
+        consequence = "nothing would notice that DeepSpeed updates weights in place of MARS"
+        remedy = "set MARS_DIST_REGISTER=0 in the environment to train unwatched"
+        raise RuntimeError(f"MARS: {missing_hook('deepspeed', missing, consequence, remedy)}")
 
 
 def unguard(module: ModuleType | None) -> None:
@@ -57,6 +75,7 @@ def _when_it_takes_the_optimizer(original: Callable[..., Any], engine: Any, opti
     """Stands before ``DeepSpeedEngine._do_optimizer_sanity_check``, which sees the optimizer before it is wrapped."""
     _say_which_of_two(engine, optimizer)
     if isinstance(optimizer, MARS):
+        _refuse_other_releases(engine, READ)
         config = engine._config._param_dict
         for feature in refused(config):
             raise RuntimeError(f"MARS: {feature.key} {as_given(config, feature.key)}: {feature.reason}")
