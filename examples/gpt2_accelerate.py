@@ -2,7 +2,7 @@
 
     accelerate launch --config_file launch/accelerate/fsdp2_8.yaml examples/gpt2_accelerate.py --steps 200
 
-On a machine without a GPU: ACCELERATE_USE_CPU=true accelerate launch --config_file launch/accelerate/cpu_2.yaml ...
+On a machine without a GPU: accelerate launch --config_file launch/accelerate/cpu_2.yaml examples/gpt2_accelerate.py
 """
 
 import argparse
@@ -54,6 +54,7 @@ def schedule(update: int, updates: int) -> float:
 def train(args: argparse.Namespace) -> None:
     fsdp2 = os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION") == "2"
     accelerator = Accelerator(
+        cpu=not torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true",
         gradient_accumulation_steps=args.accumulate,
         fsdp_plugin=fsdp2_plugin() if fsdp2 else None,  # the YAML's, but gradients are summed in float32
     )

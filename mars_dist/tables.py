@@ -77,9 +77,12 @@ class Tables:
         self._named |= {id(p): pair for p, pair in zip(params, self.originals[number], strict=True)}
 
     def attach(self, model: nn.Module) -> None:
-        """Keep the layouts of the parameters of ``model`` that FSDP1 owns."""
-        self._attached |= {id(p): (p, layout) for p, layout in fsdp1.layouts(model)}
-        self.forget()
+        """Keep the layouts of the parameters of ``model`` that FSDP1 owns; nothing happens if they are known."""
+        for p, layout in fsdp1.layouts(model):
+            known = self._attached.get(id(p))
+            if known is None or known[0] is not p or known[1] != layout:
+                self._attached[id(p)] = (p, layout)
+                self.forget()
 
     def layout(self, p: Tensor) -> Layout:
         """The layout of a tensor that was seen before."""

@@ -194,9 +194,8 @@ def launch_example(name: str, folder: Path) -> list[float]:
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / f"{name.partition('+')[0]}.yaml")]
     launcher += OVERRIDES[name].split() + ["--main_process_port", "0"]
     shim = [str(ROOT / "tests" / "cpu_fsdp.py")] if "fsdp" in name or "hsdp" in name or "deepspeed" in name else []
-    cpu = {} if "deepspeed" in name or name == "gpu_1" else {"ACCELERATE_USE_CPU": "true"}
     share = str(GLOBAL_BATCH // {"gpu_1": 1, "hsdp_4x8": 4}.get(name, 2))
-    done = run_python(*launcher, *shim, EXAMPLE, *SMALL, "--batch", share, folder=folder, seconds=240, env=cpu)
+    done = run_python(*launcher, *shim, EXAMPLE, *SMALL, "--batch", share, folder=folder, seconds=240)
     assert done.returncode == 0, done.stdout
     assert RAN[name] + RULES in done.stdout, done.stdout
     lines = re.findall(r"update +(\d)/3  loss (\d+\.\d+)  next lr (\S+)", done.stdout)

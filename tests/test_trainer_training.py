@@ -204,6 +204,8 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     now = dict(trainer.model.named_parameters())
     assert all(torch.equal(now[name], saved[name]) for name in now)
     assert not any(torch.equal(now[name], last[name]) for name in now)
+    # Evaluating has prepared the model again, which must not make MARS forget its tensors.
+    assert sum(trainer_cases.inside(trainer.optimizer).rule_counts().values()) == len(now)
 
 
 def test_the_optimizer_given_as_a_class_and_keywords(tmp_path: Path) -> None:
