@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mars_dist.config import GROUP_DEFAULTS, Settings
 from mars_dist.maths.rules import Rule
@@ -29,7 +30,9 @@ class New:
     def fingerprint(self) -> list[object]:
         """What must be equal on all ranks that share the tensor (all numbers of the group but lr)."""
         numbers = [(key, self.group[key]) for key in GROUP_DEFAULTS if key in self.group and key != "lr"]
-        return [[(s.name, s.shape) for s in self.layout.segments], [rule.label for rule in self.rules], numbers]
+        labels = [rule.label for rule in self.rules]
+        placements = str(self.layout.gradient_placements)
+        return [[(s.name, s.shape) for s in self.layout.segments], labels, placements, numbers]
 
 
 def check_over_ranks(new: Sequence[New], settings: Settings) -> None:
@@ -44,10 +47,10 @@ def check_over_ranks(new: Sequence[New], settings: Settings) -> None:
     fault = next((tensor.layout.fault for tensor in new if tensor.layout.fault), "")
     unsupported = next(filter(None, (_unsupported(tensor, settings) for tensor in new)), "")
     agree = True
-    for process_group in dict.fromkeys(g for tensor in new for g in tensor.layout.process_groups):
+    for process_group in dict.fromkeys(g for tensor in new for g in _sharing(tensor.layout)):
         if not is_shared(process_group):
             continue
-        theirs = [tensor for tensor in new if process_group in tensor.layout.process_groups]
+        theirs = [tensor for tensor in new if process_group in _sharing(tensor.layout)]
         number = FAULT if fault or not agree else _hash([settings, [tensor.fingerprint() for tensor in theirs]])
         agree = check_same(number, process_group, theirs[0].param.device) and agree
         # Ranks that have all found a fault agree on it.
@@ -55,14 +58,20 @@ def check_over_ranks(new: Sequence[New], settings: Settings) -> None:
     if fault or unsupported and agree:
         raise RuntimeError(fault or unsupported)
     if not agree:
-        first = next(tensor for tensor in new if tensor.layout.process_groups)
+        first = next(tensor for tensor in new if _sharing(tensor.layout))
         names = [segment.name for tensor in new for segment in tensor.layout.segments]
         raise RuntimeError(
             "MARS: the ranks that share these tensors do not agree on the names, shapes or order of the parameters in "
             f"them (this rank sees {len(names)}, the first is {first.layout.segments[0].name} of shape "
             f"{first.layout.segments[0].shape}) or on MARS's settings ({settings}, clip={first.group['clip']}): build "
-            "the same model, groups and optimizer on every rank. Or another rank has found a fault: see its message."
+            "the same model, groups and optimizer on every rank. Or another rank lacks a gradient that the others have "
+            "as partial sums, or has found a fault: see its message."
         )
+
+
+def _sharing(layout: Layout) -> tuple[ProcessGroup, ...]:
+    """The groups whose ranks must step the tensor alike: those that share its pieces, and those that hold the same."""
+    return (*layout.process_groups, *layout.replicas)
 
 
 def _hash(content: object) -> int:

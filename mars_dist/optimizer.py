@@ -182,9 +182,10 @@ class MARS(Optimizer):
         engine, and may be called again, also for a second model.
 
         Raises:
-            RuntimeError: when FSDP1 does not look as in the tested releases of torch, or wraps tensor parallelism.
+            RuntimeError: when FSDP1 trains other parameters than those MARS was built with, does not look as in the
+                tested releases of torch, or wraps tensor parallelism.
         """
-        self._tables.attach(model)
+        self._tables.attach(model, self.param_groups)
 
     # -------------------------------------------------------------------------------------------------- step
 
@@ -228,7 +229,7 @@ class MARS(Optimizer):
             take_step(shards, self.settings)
             self.tensor_updates += sum(len(s.layout.segments) for s in shards if not s.lacks_gradient)
             self._previous_is_new = self.settings.is_approx
-        if self.tensor_updates == 0 and not self._warned:
+        if not shards and self.tensor_updates == 0 and not self._warned:
             self._warned = True
             logger.warning(
                 "step() found no gradient in any of the %d tensors of its groups, and changed nothing. If the model "
@@ -250,9 +251,10 @@ class MARS(Optimizer):
         """What a step works on: this rank's part of ``p``, its gradient and its states, which are made here."""
         layout = self._tables.layout(p)
         name = layout.segments[0].name
-        grad = local_gradient(p, p.grad, name) if p.grad is not None else torch.zeros_like(local(p))
-        # A rank that holds nothing of the parameter and has no gradient for it (FSDP1) keeps no state either.
-        state = self.state[p] if p.grad is not None or grad.numel() else {}
+        grad = local_gradient(p, name, layout.gradient_placements)
+        # A rank that holds nothing of the parameter and has no gradient for it (FSDP1) makes no state; one that a dry
+        # run has made counts on.
+        state = self.state[p] if p.grad is not None or grad.numel() or p in self.state else {}
         is_new = not state
         rules = [rule_of(segment, group, self.settings) for segment in layout.segments]
         states.ensure(state, p, grad, rules, group["amsgrad"])
@@ -339,8 +341,19 @@ class MARS(Optimizer):
     # ------------------------------------------------------------------------------------- saving and loading
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim, and what is one for the optimizer under ``"mars_dist"``."""
+        """As in torch.optim, and what is one for the optimizer under ``"mars_dist"``.
+
+        Under FSDP1 with original parameters all tensors of a unit show the same states, as torch's helpers demand of
+        them: zeros where a tensor has none.
+        """
         out = super().state_dict()
+        params = [(group, p) for group in self.param_groups for p in group["params"]]
+        for i, (group, p) in enumerate(params):
+            state, unit = out["state"].get(i), self._tables.unit(p)
+            if state and unit:
+                keys = states.needed((rule_of(segment, group, self.settings) for segment in unit), group["amsgrad"])
+                zeros = {key: torch.zeros_like(state["exp_avg"]) for key in keys if key not in state}
+                out["state"][i] = {**state, **zeros}
         out[STATE_DICT_KEY] = {"format": STATE_DICT_FORMAT, **self.settings.to_dict()}
         return out
 

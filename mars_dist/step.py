@@ -20,7 +20,7 @@ from mars_dist.config import Settings
 from mars_dist.kernels import Block, Hyper, Scratch
 from mars_dist.maths.rules import Orthogonalizer, Rule, as_matrix, rule_for
 from mars_dist.sharding.layout import Layout, Segment
-from mars_dist.sharding.norms import sum_over_ranks
+from mars_dist.sharding.norms import is_shared, sum_over_ranks
 from mars_dist.states import STEP
 
 # Elements per block. On a CPU the temporaries of a block should stay in the cache; on an accelerator a block bounds
@@ -218,42 +218,68 @@ def _exchange(shards: Sequence[Shard], pieces: Sequence[Piece], masked: bool) ->
         shard that lacks its gradient, whether some rank has one, as a 0-dim bool.
     """
     norms: dict[Groups, list[Piece]] = {}
-    joining: dict[Groups, list[Shard]] = {}
     for piece in pieces:
         if piece.clip is not None or masked:
             norms.setdefault(piece.shard.layout.process_groups, []).append(piece)
+    joining: dict[Groups, list[Shard]] = {}
+    used = {group for shard in shards for group in shard.layout.process_groups}
     for shard in shards:
         if shard.layout.always_joins:
-            joining.setdefault(shard.layout.process_groups, []).append(shard)
+            # Replicas are asked as well where that costs no further all-reduce.
+            asked = (*shard.layout.process_groups, *(g for g in shard.layout.replicas if g in used))
+            joining.setdefault(asked, []).append(shard)
 
-    vectors: dict[Groups, Tensor] = {}
-    for groups in (*norms, *(g for g in joining if g not in norms)):
-        device = _device([*(p.shard for p in norms.get(groups, ())), *joining.get(groups, ())])
-        parts = [torch.stack([_sum(p).to(device) for p in norms[groups]])] if groups in norms else []
-        if groups in joining:
-            has_gradient = torch.ones(len(joining[groups]), dtype=torch.float64, device=device)
-            for i, shard in enumerate(joining[groups]):
-                if shard.lacks_gradient:
-                    has_gradient[i].zero_()
-            parts.append(has_gradient)
-        vectors[groups] = torch.cat(parts)
-    for group in dict.fromkeys(g for groups in vectors for g in groups):
-        members = [groups for groups in vectors if group in groups]
+    vectors = {("norms", groups): _norms(members) for groups, members in norms.items()}
+    vectors |= {("gradients", groups): _gradients(members) for groups, members in joining.items()}
+    for group in dict.fromkeys(g for _, groups in vectors for g in groups):
+        members = [key for key in vectors if group in key[1]]
         device = vectors[members[0]].device
-        total = sum_over_ranks(torch.cat([vectors[m].to(device) for m in members]), group)
-        vectors |= zip(members, total.split([len(vectors[m]) for m in members]), strict=True)
+        total = sum_over_ranks(torch.cat([vectors[key].to(device) for key in members]), group)
+        vectors |= zip(members, total.split([len(vectors[key]) for key in members]), strict=True)
 
     present: dict[int, Tensor] = {}
     for groups, its_shards in joining.items():
-        flags = vectors[groups][-len(its_shards) :].unbind()
-        present |= {
-            id(s): (flag > 0).to(s.param.device) for s, flag in zip(its_shards, flags, strict=True) if s.lacks_gradient
-        }
-    sums = []
+        present |= _present(its_shards, vectors["gradients", groups])
     for groups, its_pieces in norms.items():
-        sums.append(vectors[groups][: len(its_pieces)])
-        _set_scales(its_pieces, sums[-1].sqrt())
-    return sums, present
+        _set_scales(its_pieces, vectors["norms", groups].sqrt())
+    return [vectors["norms", groups] for groups in norms], present
+
+
+def _norms(pieces: Sequence[Piece]) -> Tensor:
+    device = _device([piece.shard for piece in pieces])
+    return torch.stack([_sum(piece).to(device) for piece in pieces])
+
+
+def _gradients(shards: Sequence[Shard]) -> Tensor:
+    """For each shard whether this rank has its gradient, then for each whether it lacks one that it should have."""
+    device = _device(shards)
+    has, lacks = (make(len(shards), dtype=torch.float64, device=device) for make in (torch.ones, torch.zeros))
+    for i, shard in enumerate(shards):
+        if shard.lacks_gradient:
+            has[i].zero_()
+            # Partial sums have been added up over the ranks: what was missing here is a zero in the sum.
+            if shard.param.numel() and shard.layout.gradient_placements is None:
+                lacks[i].fill_(1.0)
+    return torch.cat([has, lacks])
+
+
+def _present(shards: Sequence[Shard], sums: Tensor) -> dict[int, Tensor]:
+    """For each shard that lacks its gradient, whether some rank has one.
+
+    The missing piece then counts as zero. A rank that holds a replica of it cannot know that, and the replicas would
+    drift apart: that is an error, raised on the device (no value is read here).
+    """
+    has, lacks = sums.view(2, -1)
+    replicated = [i for i, s in enumerate(shards) if any(is_shared(g) for g in s.layout.replicas)]
+    if replicated:
+        mine = [shards[i].layout.segments[0].name for i in replicated if shards[i].lacks_gradient]
+        torch._assert_async(
+            ~torch.stack([(has[i] > 0) & (lacks[i] > 0) for i in replicated]).any(),
+            "MARS: a gradient is missing on one rank only, and other ranks hold replicas of the same tensor, which "
+            f"would drift apart. This rank has none for {', '.join(mine[:3]) or 'no tensor'}. Give every rank "
+            "a gradient (zeros where a layer was not used).",
+        )
+    return {id(s): (present > 0).to(s.param.device) for s, present in zip(shards, has, strict=True) if s.lacks_gradient}
 
 
 def _set_scales(pieces: Sequence[Piece], norms: Tensor) -> None:

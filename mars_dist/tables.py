@@ -8,6 +8,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from mars_dist.agreement import New, check_over_ranks
 from mars_dist.config import Settings
 from mars_dist.sharding import fsdp1, torch_native
-from mars_dist.sharding.dtensor import is_dtensor
-from mars_dist.sharding.layout import Layout
+from mars_dist.sharding.dtensor import is_dtensor, moved_from
+from mars_dist.sharding.layout import Layout, Segment
 from mars_dist.sharding.locate import locate, trainable_only
 from mars_dist.step import rule_of
 
@@ -52,6 +53,7 @@ class Tables:
         self._named: dict[int, tuple[str, Callable[[], Tensor | None]]] = {}  # the same, by id
         self._shapes: dict[int, list[tuple[int, ...]]] = {}  # of the originals
         self._attached: dict[int, tuple[Tensor, Layout]] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.forget()
 
     def forget(self) -> None:
@@ -76,17 +78,28 @@ class Tables:
         self._shapes[number] = [tuple(p.shape) for p in params]
         self._named |= {id(p): pair for p, pair in zip(params, self.originals[number], strict=True)}
 
-    def attach(self, model: nn.Module) -> None:
-        """Keep the layouts of the parameters of ``model`` that FSDP1 owns; nothing happens if they are known."""
-        for p, layout in fsdp1.layouts(model):
-            known = self._attached.get(id(p))
-            if known is None or known[0] is not p or known[1] != layout:
-                self._attached[id(p)] = (p, layout)
-                self.forget()
+    def attach(self, model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
+        """Keep the layouts of the parameters of ``model`` that FSDP1 owns; ``groups`` must have some of them."""
+        found = {id(p): (p, layout) for p, layout in fsdp1.layouts(model)}
+        ours = {id(p) for group in groups for p in group["params"]}
+        if found and not ours & found.keys():
+            raise RuntimeError(
+                "attach(model): none of MARS's parameters is one of the model's that FullyShardedDataParallel (FSDP1) "
+                "trains: it has put flat ones in their place. Build MARS after wrapping, from the wrapped model's "
+                "parameters, or wrap with use_orig_params=True."
+            )
+        # A model that is known already is no reason to find every layout anew: Accelerate attaches more than once.
+        if not found.keys() <= self._attached.keys() or any(self._attached[i][1] != f[1] for i, f in found.items()):
+            self._attached |= found
+            self.forget()
 
     def layout(self, p: Tensor) -> Layout:
         """The layout of a tensor that was seen before."""
         return self._layouts[id(p)][1]
+
+    def unit(self, p: Tensor) -> tuple[Segment, ...]:
+        """The parameters whose states are saved together with those of ``p``."""
+        return self.layout(p).unit if self.is_seen(p) else ()
 
     def seen(self) -> list[Layout]:
         """All layouts found so far, in the order in which they were."""
@@ -94,7 +107,7 @@ class Tables:
 
     def always_joins(self, p: Tensor) -> bool:
         """Whether ``p`` takes part in the exchange of a step even without a gradient on this rank."""
-        return self._is_seen(p) and self.layout(p).always_joins and p.requires_grad
+        return self.is_seen(p) and self.layout(p).always_joins and p.requires_grad
 
     def find(self, groups: Sequence[dict[str, Any]], settings: Settings) -> None:
         """Build and check the layouts of all tensors of ``groups`` that take part in a step and were not seen before.
@@ -107,11 +120,12 @@ class Tables:
         """
         new = []
         for group in groups:
-            unseen = [(i, p) for i, p in enumerate(group["params"]) if not self._is_seen(p) and _takes_part(p)]
+            unseen = [(i, p) for i, p in enumerate(group["params"]) if not self.is_seen(p) and _takes_part(p)]
             if unseen:
                 self._follow(group)
             for position, p in unseen:
-                layout = self._build(group, position, p)
+                layout = self._with_known_groups(self._build(group, position, p))
+                layout = replace(layout, gradient_placements=moved_from(p))
                 rules = [rule_of(segment, group, settings) for segment in layout.segments]
                 new.append(New(p, group, layout, rules))
         if new:
@@ -127,7 +141,16 @@ class Tables:
             if not new or len(self._rules) >= self._trainable:
                 self._log()
 
-    def _is_seen(self, p: Tensor) -> bool:
+    def _with_known_groups(self, layout: Layout) -> Layout:
+        """Groups of the same ranks become one, so that one exchange serves them: two equal meshes have different ones,
+        and torch's caches can put both into one model."""
+        one = [
+            tuple(self._groups.setdefault(tuple(dist.get_process_group_ranks(g)), g) for g in groups)
+            for groups in (layout.process_groups, layout.replicas)
+        ]
+        return replace(layout, process_groups=one[0], replicas=one[1])
+
+    def is_seen(self, p: Tensor) -> bool:
         return id(p) in self._layouts and self._layouts[id(p)][0]() is p
 
     def _follow(self, group: dict[str, Any]) -> None:

@@ -178,8 +178,10 @@ def _attach(accelerator: Any) -> None:
     models, optimizers = _lists(accelerator)
     for mars in filter(None, map(mars_inside, optimizers)):
         _refuse_replaced(accelerator, mars)
+        held = {id(p) for group in mars.param_groups for p in group["params"]}
         for model in models:
-            mars.attach(model)
+            if any(id(p) in held for p in model.parameters()):  # not the model of another optimizer
+                mars.attach(model)
 
 
 def _refuse_replaced(accelerator: Any, mars: Any) -> None:

@@ -11,6 +11,7 @@ import math
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mars_dist.sharding.layout import Layout, Segment
@@ -28,27 +29,55 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def local_gradient(param: Tensor, grad: Tensor, name: str) -> Tensor:
-    """The gradient of this rank's part of ``param``.
+def moved_from(param: Tensor) -> Any:
+    """The placements of the gradient of a DTensor where a collective brings them into the parameter's; else None.
+
+    What is replicated is cut without one.
+    """
+    grad: Any = param.grad
+    if grad is None or not is_dtensor(param) or not is_dtensor(grad):
+        return None
+    pairs = zip(grad.placements, param.placements, strict=True)  # type: ignore[attr-defined]
+    moves = any(theirs != ours and not theirs.is_replicate() for theirs, ours in pairs)
+    return grad.placements if moves else None
+
+
+def local_gradient(param: Any, name: str, arrives: Any = None) -> Tensor:
+    """The gradient of this rank's part of ``param``; zeros where there is none on this rank.
 
     Tensor parallelism may leave the gradient of a replicated parameter as partial sums (or cut in another way): it is
     then brought into the parameter's placements, which costs the collective that the engine has left out.
 
+    Args:
+        arrives: what ``moved_from`` said of this parameter: a rank without a gradient joins that collective with zeros.
+
     Raises:
         RuntimeError: when one of the two is a DTensor and the other is not.
     """
+    grad = param.grad
+    if grad is None:
+        if arrives is None:
+            return torch.zeros_like(local(param))
+        grad = _zeros(param, arrives)
     if is_dtensor(param) != is_dtensor(grad):
         raise RuntimeError(
             f"{name} is a {type(param).__name__} and its gradient a {type(grad).__name__}: MARS cannot know which part "
             "of the gradient belongs to this rank. Assign gradients of the same kind (distribute_tensor)."
         )
-    if not is_dtensor(param):
-        return grad
-    theirs: Any = grad
-    if theirs.placements == param.placements:  # type: ignore[attr-defined]
-        return theirs.to_local()
-    moved = theirs.redistribute(placements=param.placements).to_local()  # type: ignore[attr-defined]
+    if not is_dtensor(param) or grad.placements == param.placements:
+        return local(grad)
+    moved = grad.redistribute(placements=param.placements).to_local()
     return moved.wait() if hasattr(moved, "wait") else moved  # its collective may still be running
+
+
+def _zeros(param: Any, placements: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, _ = compute_local_shape_and_global_offset(tuple(param.shape), param.device_mesh, placements)
+    zeros = torch.zeros(sizes, dtype=param.dtype, device=local(param).device)
+    shape, stride = param.shape, param.stride()
+    return DTensor.from_local(zeros, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def locate(name: str, param: Any) -> Layout:
@@ -73,7 +102,9 @@ def locate(name: str, param: Any) -> Layout:
             f"where {tuple(sizes)} was expected. mars_dist was {tested('torch')}."
         )
     groups = tuple(mesh.get_group(i) for i in cuts)
-    return Layout((_segment(name, shape, sizes, offsets),), groups, engine, fault, always_joins=bool(cuts))
+    replicas = tuple(mesh.get_group(i) for i in range(mesh.ndim) if i not in cuts)
+    segments = (_segment(name, shape, sizes, offsets),)
+    return Layout(segments, groups, engine, fault, always_joins=True, replicas=replicas)
 
 
 def _segment(name: str, shape: tuple[int, ...], sizes: tuple[int, ...], offsets: tuple[int, ...]) -> Segment:

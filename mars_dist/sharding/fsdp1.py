@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,7 +54,11 @@ def layouts(model: nn.Module) -> Iterator[tuple[Tensor, Layout]]:
         try:
             handle: Any = unit._handle
             if handle is not None:
-                yield from _of_unit(_clean(f"{path}."), handle)
+                hybrid = "HYBRID" in handle._sharding_strategy.name
+                replicas = (unit._inter_node_pg,) if hybrid else ()
+                yield from (
+                    (p, replace(layout, replicas=replicas)) for p, layout in _of_unit(_clean(f"{path}."), handle)
+                )
         except AttributeError as error:
             consequence = "MARS cannot see which pieces of which tensors FSDP1 hands over"
             instead = "use fully_shard (FSDP2), which needs no private attribute"
@@ -81,9 +86,11 @@ def _of_unit(path: str, handle: Any) -> Iterator[tuple[Tensor, Layout]]:
     if not handle._use_orig_params:
         yield flat, Layout(tuple(segments), groups, ENGINE, _fault(segments, flat), always_joins=sharded)
         return
+    unit = tuple(s for param, s in zip(flat._params, segments, strict=True) if param.requires_grad and sharded)
     for param, s in zip(flat._params, segments, strict=True):
         segment = Segment(s.name, s.shape, s.start, s.stop, 0)
-        yield param, Layout((segment,), groups, ENGINE, _fault([segment], param, exact=True), always_joins=sharded)
+        fault = _fault([segment], param, exact=True)
+        yield param, Layout((segment,), groups, ENGINE, fault, always_joins=sharded, unit=unit)
 
 
 def _clean(name: str) -> str:

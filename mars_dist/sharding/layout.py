@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -57,6 +58,12 @@ class Layout:
             "ZeRO-3", "FSDP1", "DTensor (Replicate(), Shard(dim=0))".
         always_joins: the tensor takes part in the exchange of a step even where this rank has no gradient for it: in
             PyTorch's sharded engines the other ranks may have one.
+        replicas: groups of ranks that hold the same pieces (HSDP, or what tensor parallelism does not cut): no norm is
+            summed over them, but they must agree.
+        gradient_placements: the placements in which the gradients of a DTensor arrive, where bringing them into its own
+            is a collective that every rank has to join.
+        unit: the trainable parameters whose states are saved together with this one's, for which all of them must have
+            the same ones (FSDP1 with original parameters).
     """
 
     segments: tuple[Segment, ...]
@@ -64,6 +71,9 @@ class Layout:
     engine: str
     fault: str = ""
     always_joins: bool = False
+    replicas: tuple[ProcessGroup, ...] = ()
+    gradient_placements: Any = None
+    unit: tuple[Segment, ...] = ()
 
 
 def whole(name: str, param: torch.Tensor, engine: str = WHOLE) -> Layout:

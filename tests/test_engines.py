@@ -1,0 +1,176 @@
+"""Every row of engines/ under the real engine: REPLAY, END TO END against one process, collectives; or a refusal.
+
+The net is uneven on purpose: shards are cut inside rows of tensors and between them, some are empty.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests import engine_nets, nets
+from tests.engine_cases import BASE, EngineCase, in_groups, run
+from tests.engine_more_cases import (
+    with_the_group_of_the_replicas,
+    with_the_norm_of_the_local_piece,
+)
+from tests.engines import ROWS
+from tests.engines.__main__ import README, written
+from tests.engines.row import Row
+from tests.ranks import RankPool
+from tests.reference import ReferenceMARS
+
+pytestmark = pytest.mark.timeout(300)
+LABELS = {
+    "mars-adamw": "MARS-AdamW",
+    "mars-lion": "MARS-Lion",
+    "mars-shampoo": "MARS-Shampoo",
+    "mars-m": "MARS-M",
+}
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    pools = {size: RankPool(size) for size in (2, 3, 4)}  # a pool starts its processes when it is first used
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+def runs() -> Iterator[object]:
+    """In the default tier the largest number of ranks; MARS-Lion in the first row of each engine."""
+    first = {row.engine: row for row in reversed(ROWS) if row.cases}
+    for size in (2, 3, 4):
+        for row in ROWS:
+            for case in row.cases if size in row.ranks else ():
+                again = case.params.get("mars_type") == "mars-lion" and row is not first[row.engine]
+                marks = [pytest.mark.slow] if size < max(row.ranks) or again else []
+                yield pytest.param(row, case, size, id=f"{case}-{size}ranks", marks=marks)
+
+
+def reference(start: dict[str, torch.Tensor], case: EngineCase) -> ReferenceMARS:
+    ignored = ("skip_nonfinite", "ns_dtype")  # the reference iterates in float64
+    groups = None
+    if case.groups:
+        groups = in_groups(case, [(name, None) for name in start])
+        groups = [{**group, "names": [name for name, _ in group.pop("params")]} for group in groups]
+    return ReferenceMARS(
+        start,
+        groups,
+        **{k: v for k, v in {**BASE, **case.params}.items() if k not in ignored},
+    )
+
+
+def replayed(result: dict[str, Any], case: EngineCase) -> ReferenceMARS:
+    """The reference on the gradients that reached MARS."""
+    model = reference(result["start"], case)
+    for gradients in result["gradients"]:
+        finite = all(g.isfinite().all() for g in gradients.values())
+        if finite or not case.params.get("skip_nonfinite"):
+            model.step(gradients)
+    return model
+
+
+def alone(case: EngineCase) -> dict[str, torch.Tensor]:
+    """The same training on one process, in float32, with the reference as the optimizer."""
+    net = engine_nets.build(case.net)
+    model = reference({name: p.detach().double() for name, p in net.named_parameters()}, case)
+    for step in range(case.steps):
+        net.zero_grad()
+        net(*nets.batch(step)).backward()
+        model.step({name: p.grad.double() for name, p in net.named_parameters() if p.grad is not None})
+        with torch.no_grad():
+            for name, p in net.named_parameters():
+                p.copy_(model.params[name])
+    return model.params
+
+
+def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    errors = [(a[name] - b[name]).abs().max() for name in a if a[name].numel()]
+    assert all(error.isfinite() for error in errors)
+    return max(error.item() for error in errors)
+
+
+def counts_of(model: ReferenceMARS) -> dict[str, int]:
+    """How many tensors took each rule: those that have had a gradient."""
+    rules = [rule for name, rule in model.rules.items() if model.state[name]]
+    return {rule: rules.count(rule) for rule in set(rules)}
+
+
+def moved(result: dict[str, Any]) -> None:
+    """Tensors with a gradient moved and all others stayed: or the comparison would prove nothing."""
+    trained = set().union(*result["gradients"])
+    for name, start in result["start"].items():
+        distance = (result["end"][name] - start).abs().max()
+        assert distance > 1e-3 if name in trained else distance == 0.0, f"{name}: {distance}"
+
+
+@pytest.mark.parametrize(("row", "case", "size"), runs())
+def test_row(pools: dict[int, RankPool], row: Row, case: EngineCase, size: int) -> None:
+    results = pools[size].run(row.function or run, case, timeout=90)
+    if row.answer == "refused":
+        for rank, result in enumerate(results):
+            assert re.search(row.message, result["said"], re.DOTALL), f"rank {rank} says {result['said']!r}"
+            assert not result["moved"]
+        if case.net == "single" and case.options.get("original", True):  # a flat parameter is padded
+            assert [result["empty"] for result in results] == [False] + [True] * (size - 1)
+        return
+    result = results[0]
+    model = replayed(result, case)
+    for each in results:
+        for fact, value in row.active:
+            assert each["facts"][fact] == value, f"{fact}: {each['facts']}"
+        assert each["optimizer"] == "MARS"
+        assert each["engines"] == set(row.engines)
+        assert each["rule_counts"] == counts_of(model)
+        assert each["counts"] in ([], [case.steps])
+        assert furthest(each["end"], result["end"]) == 0.0, "the ranks hold different parameters"
+        first, *later = map(len, each["collectives"])
+        assert set(later) == {row.collectives} and first == row.collectives + exchanges(row, case)
+        assert len(each["messages"]) == (each is result), each["messages"]
+    matrix = case.params.get("mars_type") in ("mars-shampoo", "mars-m")
+    assert furthest(model.params, result["end"]) < (5e-6 if matrix else 2e-6)
+    if row.same_as_one_process:
+        assert furthest(alone(case), result["end"]) < 5e-6
+    moved(result)
+
+
+def exchanges(row: Row, case: EngineCase) -> int:
+    """The first step asks once in each process group whether the ranks agree, those of replicas included."""
+    square = case.options.get("mesh") == "square" or case.options.get("data")
+    return 2 if square or "HYBRID" in case.options.get("strategy", "") else min(row.collectives, 1)
+
+
+def test_a_row_is_run_or_says_what_shows_it() -> None:
+    assert {row.answer for row in ROWS} == {"works", "refused", "untested"}
+    for row in ROWS:
+        assert bool(row.cases) != bool(row.shown_by) or row.answer == "untested", row.feature
+        assert bool(row.message) == (row.answer == "refused"), row.feature
+
+
+def test_the_readme_shows_the_table_of_today() -> None:
+    text = README.read_text()
+    assert written(text) == text, "run `python -m tests.engines --write`"
+
+
+# ----------------------------------------------------------------------------------------------------- planted faults
+
+
+@pytest.mark.parametrize(
+    ("fault", "case"),
+    [
+        (with_the_norm_of_the_local_piece, EngineCase("fsdp2")),
+        (with_the_norm_of_the_local_piece, EngineCase("fsdp1")),
+        (with_the_norm_of_the_local_piece, EngineCase("tensor_parallel", net="layers")),
+        (with_the_group_of_the_replicas, EngineCase("fsdp2", {"mesh": "square"})),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_replay_finds_a_norm_over_the_wrong_ranks(pools: dict[int, RankPool], fault: Any, case: EngineCase) -> None:
+    result = pools[4].run(fault, case, timeout=60)[0]
+    assert furthest(replayed(result, case).params, result["end"]) > 1e-3
