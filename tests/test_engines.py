@@ -5,7 +5,6 @@ The net is uneven on purpose: shards are cut inside rows of tensors and between 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,9 @@ from tests.engine_more_cases import (
 )
 from tests.engines import ROWS
 from tests.engines.__main__ import README, written
+from tests.engines.launched import ACCELERATE, TRAINER
 from tests.engines.row import Row
+from tests.processes import ROOT
 from tests.ranks import RankPool
 from tests.reference import ReferenceMARS
 
@@ -115,7 +116,7 @@ def test_row(pools: dict[int, RankPool], row: Row, case: EngineCase, size: int) 
     results = pools[size].run(row.function or run, case, timeout=90)
     if row.answer == "refused":
         for rank, result in enumerate(results):
-            assert re.search(row.message, result["said"], re.DOTALL), f"rank {rank} says {result['said']!r}"
+            assert row.message in result["said"], f"rank {rank} says {result['said']!r}"
             assert not result["moved"]
         if case.net == "single" and case.options.get("original", True):  # a flat parameter is padded
             assert [result["empty"] for result in results] == [False] + [True] * (size - 1)
@@ -151,6 +152,27 @@ def test_a_row_is_run_or_says_what_shows_it() -> None:
     for row in ROWS:
         assert bool(row.cases) != bool(row.shown_by) or row.answer == "untested", row.feature
         assert bool(row.message) == (row.answer == "refused"), row.feature
+
+
+def test_what_shows_a_row_is_there() -> None:
+    for row in ROWS:
+        file, _, function = row.shown_by.partition("::")
+        assert not file or f"def {function or 'test_'}" in (ROOT / file).read_text(), row.feature
+
+
+def test_the_launched_rows_name_what_their_cases_run() -> None:
+    """Engine by engine the variants of the row are those of the cases."""
+    from tests import test_accelerate, test_trainer_training
+
+    run: dict[tuple[str, str], set[str]] = {}
+    for case in [*test_accelerate.CASES, *test_accelerate.SLOW, *test_accelerate.HSDP]:
+        kind = case.engine.partition("-")[0]
+        run.setdefault((ACCELERATE, kind), set()).add(case.params.get("mars_type", "mars-adamw"))
+    for case in [*test_trainer_training.DISTRIBUTED, *test_trainer_training.REPEATED]:
+        kind = "fsdp2" if case.fsdp else "ddp" if case.zero is None else f"zero{case.zero}"
+        run.setdefault((TRAINER, kind), set()).add((case.optim or "mars_adamw").replace("_", "-"))
+    rows = {(row.engine, row.kind): set(row.variants) for row in ROWS if row.kind and row.kind not in ("alone", "cut")}
+    assert rows == run
 
 
 def test_the_readme_shows_the_table_of_today() -> None:

@@ -99,15 +99,6 @@ def test_links_and_files_exist() -> None:
     assert [t for t in [*targets, *named] if not (ROOT / t).exists()] == []
 
 
-def test_the_tested_releases_are_those_of_setup() -> None:
-    setup = (ROOT / "setup.py").read_text()
-    torch_release, deepspeed_release, transformers_release = re.findall(
-        r"Tested with torch (\S+), DeepSpeed (\S+), transformers (\S+) on", README
-    )[0]
-    assert f"torch=={torch_release}" in (ROOT / "launch/constraints-cpu.txt").read_text()
-    assert f"deepspeed>={deepspeed_release}," in setup and f"transformers>={transformers_release}," in setup
-
-
 @pytest.mark.slow
 def test_the_search_of_the_learning_rates_runs(tmp_path: Path) -> None:
     """``examples/quickstart_lr_search.py``: two learning rates, and ``--set`` as its results' README has it."""

@@ -28,7 +28,12 @@ def table() -> str:
 def line(row: Row) -> str:
     ranks = "/".join(map(str, row.ranks))
     variants = "all" if len(row.variants) == 4 else ", ".join(row.variants)
-    return f"| {row.feature} | {variants} | {row.launcher} | {ANSWERS[row.answer]} | {ranks} | {row.note} |"
+    return f"| {row.feature} | {variants} | {row.launcher} | {answer(row)} | {ranks} | {row.note} |"
+
+
+def answer(row: Row) -> str:
+    """Works, or what the error says."""
+    return f'{ANSWERS[row.answer]}: "{row.message}"' if row.message else ANSWERS[row.answer]
 
 
 def written(text: str) -> str:

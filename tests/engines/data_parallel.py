@@ -137,7 +137,7 @@ DATA_PARALLEL: list[Row] = [
             built="before",
         ),
         answer="refused",
-        message="[Bb]uild (it|MARS) after wrapping",
+        message="after wrapping, from the wrapped model's",
         function=outcome,
         note="build it after wrapping",
     ),
@@ -146,7 +146,7 @@ DATA_PARALLEL: list[Row] = [
         both("fsdp1", *flat_and_original(), attach=False)
         + both("fsdp1", *flat_and_original(), net="single", attach=False),
         answer="refused",
-        message=r"optimizer\.attach\(model\)",
+        message="optimizer.attach(model)",
         function=outcome,
     ),
     Row(

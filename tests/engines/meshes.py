@@ -102,7 +102,7 @@ MESHES: list[Row] = [
         tuple(EngineCase("fsdp2", params=p) for p in MATRIX),
         variants=EVERY[2:],
         answer="refused",
-        message="needs whole matrices, and DTensor .* spreads",
+        message="needs whole matrices, and DTensor",
         function=outcome,
     ),
     Row(
@@ -188,7 +188,7 @@ MESHES: list[Row] = [
         cases=tuple(EngineCase("tensor_parallel", {}, "layers", params=p) for p in MATRIX),
         variants=EVERY[2:],
         answer="refused",
-        message="needs whole matrices, and DTensor .* spreads",
+        message="needs whole matrices, and DTensor",
         function=outcome,
     ),
 ]

@@ -8,7 +8,7 @@ from typing import Any
 
 ANSWERS = {
     "works": "works",
-    "refused": "refused, with a message",
+    "refused": "refused",
     "untested": "not run here",
 }
 ELEMENTWISE = ("mars-adamw", "mars-lion")
@@ -23,9 +23,10 @@ class Row:
         engine, feature, note: what the table says.
         launcher: what starts the processes, as the table says it.
         variants: the ``mars_type``s that the answer holds for.
-        answer: "works"; "refused" (an error matches ``message`` on every rank); "untested".
+        answer: "works"; "refused" (an error says ``message`` on every rank); "untested".
         ranks: the numbers of ranks it is run on.
-        cases: what ``function(case)`` runs on every rank. Rows without cases name the test that ``shown_by`` holds.
+        cases: what ``function(case)`` runs on every rank. Rows without cases name the test, or the file of tests, that
+            ``shown_by`` holds, and which of its cases by ``kind``.
         collectives: how many a step after the first makes.
         engines: what ``optimizer.engines()`` says.
         active: what ``facts`` must say: the proof that the engine under test was active.
@@ -43,6 +44,7 @@ class Row:
     cases: tuple[Any, ...] = ()
     function: Callable[[Any], dict[str, Any]] | None = None
     shown_by: str = ""
+    kind: str = ""
     collectives: int = 1
     engines: tuple[str, ...] = ()
     active: tuple[tuple[str, Any], ...] = ()

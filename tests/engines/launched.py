@@ -1,0 +1,50 @@
+"""Rows of what starts the processes and builds the engines: DeepSpeed, Accelerate, the Trainer.
+
+``kind`` names the cases of the test file that show a row; test_engines.py holds that they run the row's variants.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.engines.row import ELEMENTWISE, EVERY, Row
+
+ACCELERATE = "Accelerate: `accelerator.prepare(model, optimizer)`"
+TRAINER = "Hugging Face Trainer: `optim=`"
+POOL = "process group"
+LAUNCH = "process group, `accelerate launch` (mars-adamw)"
+LAUNCHERS = "process group, `torchrun`, `accelerate launch` (mars-adamw)"
+BY_DEEPSPEED = "process group, `deepspeed` (mars-adamw)"
+CUT = "needs whole matrices"
+
+
+def prepared(kind: str, feature: str, **more: Any) -> Row:
+    return Row(ACCELERATE, feature, LAUNCH, kind=kind, shown_by="tests/test_accelerate.py", **more)
+
+
+def trained(kind: str, feature: str, launcher: str, **more: Any) -> Row:
+    return Row(TRAINER, feature, launcher, kind=kind, shown_by="tests/test_trainer_training.py", **more)
+
+
+LAUNCHED: list[Row] = [
+    Row(
+        "DeepSpeed",
+        'ZeRO-0/1/2/3 by `"type": "MARS"`',
+        "process group, `python`, `torchrun`, `deepspeed`",
+        shown_by="tests/test_zero.py",
+        ranks=(2, 3),
+        note="[every key](../ds_configs/README.md#what-works-with-mars)",
+    ),
+    prepared("ddp", "DDP", variants=(*ELEMENTWISE, "mars-m")),
+    prepared("fsdp1", "FSDP1", note="the flat parameters where the model is prepared before MARS is built"),
+    prepared("fsdp2", "FSDP2"),
+    prepared("hsdp", "HSDP 2 x 2", ranks=(4,)),
+    prepared("zero2", "DeepSpeed ZeRO-2, with and without offload"),
+    prepared("zero3", "DeepSpeed ZeRO-3, with and without offload", note='also `"type": "MARS"` with `DummyOptim`'),
+    trained("alone", "one process, LoRA, checkpointing", "`python`", variants=EVERY, ranks=(1,)),
+    trained("ddp", "DDP", LAUNCHERS, variants=EVERY),
+    trained("fsdp2", "FSDP2", POOL),
+    trained("zero2", "DeepSpeed ZeRO-2, with and without offload and optimizer block", BY_DEEPSPEED),
+    trained("zero3", "DeepSpeed ZeRO-3, with and without offload and optimizer block", BY_DEEPSPEED),
+    trained("cut", "FSDP2, ZeRO-2/3", POOL, variants=EVERY[2:], answer="refused", message=CUT, ranks=(2,)),
+]
