@@ -28,7 +28,7 @@ TEST += ["peft>=0.21,<0.22"]
 setup(
     name="mars-dist",
     version=version(),
-    description="MARS optimizers (AdamW, Lion, Shampoo, M) with one result on one process, DDP and DeepSpeed ZeRO",
+    description="MARS optimizers (AdamW, Lion, Shampoo, M): one result under DDP, FSDP, tensor parallelism and ZeRO",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

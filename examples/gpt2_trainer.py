@@ -3,7 +3,7 @@
     python examples/gpt2_trainer.py --output_dir runs/trainer --optim mars_adamw --optim_args gamma=0.05 \
         --learning_rate 5e-3 --max_steps 200
 
-Every argument of TrainingArguments works, and every launcher of the Trainer:
+It takes the arguments of TrainingArguments, and runs under every launcher of the Trainer:
 
     torchrun --nproc_per_node 2 examples/gpt2_trainer.py ...
     accelerate launch --num_processes 2 examples/gpt2_trainer.py ...

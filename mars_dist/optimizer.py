@@ -22,9 +22,10 @@ from mars_dist.config import (
     resolve_defaults,
     resolve_group,
 )
-from mars_dist.sharding.dtensor import is_dtensor, local, local_gradient
+from mars_dist.saving import complete_units, undo_units, warn_of_other_values
+from mars_dist.sharding.dtensor import copy_as, is_dtensor, local, local_gradient
 from mars_dist.sharding.layout import COPIES, Segment
-from mars_dist.step import Shard, learning_rate, rule_of, take_step
+from mars_dist.step import Shard, check_gradient, learning_rate, rule_of, take_step
 from mars_dist.tables import GROUP_ID, Tables
 
 logger = logging.getLogger("mars_dist")
@@ -199,6 +200,10 @@ class MARS(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step for every parameter that has a gradient.
 
+        A gradient that is missing on one rank only counts as zero where the parameter is sharded and another rank has
+        one, and is an error where replicas of it would drift apart. Under DDP there is no exchange: a gradient set to
+        None on one rank alone is not noticed (DDP itself gives all ranks the same).
+
         Args:
             closure: re-evaluates the model and returns the loss.
 
@@ -213,7 +218,7 @@ class MARS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._find()
+        is_first_look = self._find()
         shards = []
         for group in self.param_groups:
             for p in group["params"]:
@@ -227,6 +232,8 @@ class MARS(Optimizer):
                     "see update_previous_grad() and update_last_grad()."
                 )
             take_step(shards, self.settings)
+            if is_first_look:
+                self._tables.look_again([s.may_be_dry_run for s in shards])
             self.tensor_updates += sum(len(s.layout.segments) for s in shards if not s.lacks_gradient)
             self._previous_is_new = self.settings.is_approx
         if not shards and self.tensor_updates == 0 and not self._warned:
@@ -239,18 +246,23 @@ class MARS(Optimizer):
             )
         return loss
 
-    def _find(self) -> None:
+    def _find(self) -> bool:
         """Check the gradients, and find the layouts of tensors that were not seen before."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    _check_gradient(p, p.grad)
-        self._tables.find(self.param_groups, self.settings)
+                    check_gradient(p, p.grad)
+        return self._tables.find(self.param_groups, self.settings)
 
     def _shard(self, group: dict[str, Any], p: Tensor) -> Shard:
         """What a step works on: this rank's part of ``p``, its gradient and its states, which are made here."""
         layout = self._tables.layout(p)
         name = layout.segments[0].name
+        if layout.held is not None and p.numel() != layout.held:
+            raise RuntimeError(
+                f"{name}: FSDP1 shows whole tensors now ({p.numel()} elements, this rank's piece has {layout.held}): "
+                "call step() outside of summon_full_params, and after a backward pass outside of no_sync()."
+            )
         grad = local_gradient(p, name, layout.gradient_placements)
         # A rank that holds nothing of the parameter and has no gradient for it (FSDP1) makes no state; one that a dry
         # run has made counts on.
@@ -347,13 +359,7 @@ class MARS(Optimizer):
         them: zeros where a tensor has none.
         """
         out = super().state_dict()
-        params = [(group, p) for group in self.param_groups for p in group["params"]]
-        for i, (group, p) in enumerate(params):
-            state, unit = out["state"].get(i), self._tables.unit(p)
-            if state and unit:
-                keys = states.needed((rule_of(segment, group, self.settings) for segment in unit), group["amsgrad"])
-                zeros = {key: torch.zeros_like(state["exp_avg"]) for key in keys if key not in state}
-                out["state"][i] = {**state, **zeros}
+        complete_units(out["state"], self.param_groups, self._tables, self.settings)
         out[STATE_DICT_KEY] = {"format": STATE_DICT_FORMAT, **self.settings.to_dict()}
         return out
 
@@ -363,7 +369,7 @@ class MARS(Optimizer):
         Raises:
             ValueError: as torch.optim does, when the groups do not fit; for settings that this version does not know.
         """
-        before = [dict(group) for group in self.param_groups]
+        before, settings = [dict(group) for group in self.param_groups], self.settings
         final: dict[str, Any] = {}  # what is really loaded: hooks of the user may have replaced it
         last = self.register_load_state_dict_pre_hook(lambda _, given: final.update(given))
         first = self.register_load_state_dict_post_hook(lambda _: self._restore(final, before), prepend=True)
@@ -372,6 +378,9 @@ class MARS(Optimizer):
         finally:
             last.remove()
             first.remove()
+        warn_of_other_values(
+            [(settings.to_dict(), self.settings.to_dict()), *zip(before, self.param_groups, strict=True)]
+        )
 
     def _restore(self, state_dict: dict[str, Any], before: list[dict[str, Any]]) -> None:
         ours = state_dict.get(STATE_DICT_KEY)
@@ -386,13 +395,16 @@ class MARS(Optimizer):
         )
         for i, state in state_dict["state"].items():
             if i in saved:
-                self.state[saved[i]] = states.restore(state, saved[i])
+                self.state[saved[i]] = states.restore(state, saved[i], copy_as)
+        undo_units(self.state, self.param_groups, self._tables, self.settings)
         for group, was, loaded in zip(self.param_groups, before, state_dict["param_groups"], strict=True):
             # What the file does not say stays as this group had it (the file of another optimizer, say).
             group |= {key: was[key] for key in self.defaults if key in was and key not in loaded}
             if "weight_decay_1d" not in loaded and isinstance(self.defaults["weight_decay_1d"], Default):
                 group["weight_decay_1d"] = loaded.get("weight_decay", was["weight_decay_1d"])
             group[GROUP_ID] = was[GROUP_ID]
+            for name in ("betas", "betas_1d"):
+                group[name] = tuple(group[name])  # some formats of files know lists only
         self._tables.forget()
         self._previous_is_new = True
 
@@ -417,19 +429,6 @@ class MARS(Optimizer):
                     self._tables.remember(group)
                 else:  # what an engine put in their place has no shapes: step() says so
                     self._tables.originals[number] = []
-
-
-def _check_gradient(p: Tensor, grad: Tensor) -> None:
-    if grad.is_sparse:
-        raise RuntimeError(
-            f"MARS does not support sparse gradients (parameter of shape {tuple(p.shape)}): use dense ones, for "
-            "example nn.Embedding(..., sparse=False)."
-        )
-    if grad.is_complex():
-        raise RuntimeError(
-            f"MARS does not support complex gradients (parameter of shape {tuple(p.shape)}, {grad.dtype}): train "
-            "the real and imaginary parts as real parameters."
-        )
 
 
 KEYWORDS = tuple(

@@ -15,7 +15,7 @@ links and saves no other shape), and is left out where no piece of that tensor n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -44,8 +44,10 @@ def ensure(state: dict[str, Any], param: Tensor, grad: Tensor, rules: Iterable[R
             state[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
 
 
-def restore(loaded: dict[str, Any], param: Tensor) -> dict[str, Any]:
+def restore(loaded: dict[str, Any], param: Tensor, copy_as: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
     """Own copies of the tensors of one loaded state, laid out as ``param`` is, in the precision they were saved in.
+
+    ``copy_as(param, value)`` makes such a copy of a tensor of the same (global) shape.
 
     torch.optim casts to the parameter's dtype and may share memory with the dictionary that was loaded; h must not be
     shared with anyone. Every state gets a step counter of its own.
@@ -62,7 +64,7 @@ def restore(loaded: dict[str, Any], param: Tensor) -> dict[str, Any]:
                 f"{tuple(param.shape)}: it is the state of another model, or of another number of ranks"
             )
         elif value.shape == param.shape:
-            out[key] = torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
+            out[key] = copy_as(param, value)
         else:
             out[key] = value.detach().to(device=param.device, copy=True)
     return out

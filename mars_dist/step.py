@@ -54,6 +54,26 @@ def rule_of(segment: Segment, group: Mapping[str, Any], settings: Settings) -> R
     return rule_for(segment.shape, settings.mars_type, settings.matrix_ndim, group["use_mars"], group["optimize_1d"])
 
 
+def check_gradient(p: Tensor, grad: Tensor) -> None:
+    """Raise ``RuntimeError`` for a gradient that MARS cannot take."""
+    if grad.is_sparse:
+        raise RuntimeError(
+            f"MARS does not support sparse gradients (parameter of shape {tuple(p.shape)}): use dense ones, for "
+            "example nn.Embedding(..., sparse=False)."
+        )
+    if grad.shape != p.shape:  # torch forbids it, but FSDP1 sets what a parameter shows by itself
+        raise RuntimeError(
+            f"a gradient of shape {tuple(grad.shape)} belongs to a parameter that shows {tuple(p.shape)}: under FSDP1 "
+            "with no_sync() it has not been summed over the ranks. Leave no_sync() for the last backward pass before "
+            "each step()."
+        )
+    if grad.is_complex():
+        raise RuntimeError(
+            f"MARS does not support complex gradients (parameter of shape {tuple(p.shape)}, {grad.dtype}): train "
+            "the real and imaginary parts as real parameters."
+        )
+
+
 @dataclass
 class Piece:
     """This rank's piece of one parameter in one step."""
@@ -126,8 +146,8 @@ def take_step(shards: Sequence[Shard], settings: Settings) -> None:
     for bucket, its_blocks in zip(buckets, blocks, strict=True):
         if bucket.hyper.clip is not None or masked:
             _squared_norms(bucket, its_blocks, is_first, scratch)
-    sums, present = _exchange(shards, pieces, masked)
-    taken = _taken(sums, shards, settings, is_first) if masked else {}
+    known, present = _exchange(shards, pieces, masked)
+    taken = _taken(known, shards, settings, is_first) if masked else {}
     for key, some_rank_has_it in present.items():
         taken[key] = taken[key] & some_rank_has_it if key in taken else some_rank_has_it
     _count_step([s for s in shards if id(s) not in taken], [s for s in shards if id(s) in taken], taken)
@@ -210,12 +230,14 @@ def _squared_norms(bucket: Bucket, blocks: list[Block], is_first: dict[int, Tens
             bucket.pieces[owner].squared_norms.append(norm)
 
 
-def _exchange(shards: Sequence[Shard], pieces: Sequence[Piece], masked: bool) -> tuple[list[Tensor], dict[int, Tensor]]:
+def _exchange(shards: Sequence[Shard], pieces: Sequence[Piece], masked: bool) -> tuple[Tensor, dict[int, Tensor]]:
     """Sum over the ranks by one all-reduce per process group, and set ``scale`` of every piece that is clipped.
 
-    Returns: vectors of ||c||^2 of whole tensors, one float64 for each tensor that is clipped, and for all others as
-        well when the caller must know whether every gradient is finite (NaN and inf survive the sum); and for each
-        shard that lacks its gradient, whether some rank has one, as a 0-dim bool.
+    Each all-reduce also hands on what the rank knows by then of ALL its tensors, so that the ranks of groups that
+    overlap (experts on a part of the ranks, say) decide alike whether the step is one.
+
+    Returns: where ``masked``, two numbers that are zero unless some gradient is not finite, and unless some is not
+        zero; and for each shard that lacks its gradient, whether some rank has one, as a 0-dim bool.
     """
     norms: dict[Groups, list[Piece]] = {}
     for piece in pieces:
@@ -231,18 +253,30 @@ def _exchange(shards: Sequence[Shard], pieces: Sequence[Piece], masked: bool) ->
 
     vectors = {("norms", groups): _norms(members) for groups, members in norms.items()}
     vectors |= {("gradients", groups): _gradients(members) for groups, members in joining.items()}
+    known = _known(vectors) if masked else torch.empty(0, dtype=torch.float64)
     for group in dict.fromkeys(g for _, groups in vectors for g in groups):
         members = [key for key in vectors if group in key[1]]
         device = vectors[members[0]].device
-        total = sum_over_ranks(torch.cat([vectors[key].to(device) for key in members]), group)
-        vectors |= zip(members, total.split([len(vectors[key]) for key in members]), strict=True)
+        mine = [vectors[key].to(device) for key in members]
+        *totals, known = sum_over_ranks(torch.cat([*mine, known.to(device)]), group).split(
+            [*map(len, mine), len(known)]
+        )
+        vectors |= zip(members, totals, strict=True)
+    if masked:
+        known = known + _known(vectors).to(known.device)  # a sum of finite numbers may be infinite
 
     present: dict[int, Tensor] = {}
     for groups, its_shards in joining.items():
         present |= _present(its_shards, vectors["gradients", groups])
     for groups, its_pieces in norms.items():
         _set_scales(its_pieces, vectors["norms", groups].sqrt())
-    return [vectors["norms", groups] for groups in norms], present
+    return known, present
+
+
+def _known(vectors: Mapping[Any, Tensor]) -> Tensor:
+    norms = [vector for (kind, _), vector in vectors.items() if kind == "norms"]
+    everything = torch.cat([vector.to(norms[0].device) for vector in norms])
+    return torch.stack([~torch.isfinite(everything).all(), (everything != 0).any()]).double()  # NaN is not 0
 
 
 def _norms(pieces: Sequence[Piece]) -> Tensor:
@@ -273,11 +307,11 @@ def _present(shards: Sequence[Shard], sums: Tensor) -> dict[int, Tensor]:
     replicated = [i for i, s in enumerate(shards) if any(is_shared(g) for g in s.layout.replicas)]
     if replicated:
         mine = [shards[i].layout.segments[0].name for i in replicated if shards[i].lacks_gradient]
+        here = f"This rank has none for {', '.join(mine[:3])}." if mine else "The message of another rank names it."
         torch._assert_async(
             ~torch.stack([(has[i] > 0) & (lacks[i] > 0) for i in replicated]).any(),
             "MARS: a gradient is missing on one rank only, and other ranks hold replicas of the same tensor, which "
-            f"would drift apart. This rank has none for {', '.join(mine[:3]) or 'no tensor'}. Give every rank "
-            "a gradient (zeros where a layer was not used).",
+            f"would drift apart. {here} Give every rank a gradient (zeros where a layer was not used).",
         )
     return {id(s): (present > 0).to(s.param.device) for s, present in zip(shards, has, strict=True) if s.lacks_gradient}
 
@@ -308,12 +342,11 @@ def _sum(piece: Piece) -> Tensor:
 
 
 def _taken(
-    sums: list[Tensor], shards: Sequence[Shard], settings: Settings, is_first: dict[int, Tensor]
+    known: Tensor, shards: Sequence[Shard], settings: Settings, is_first: dict[int, Tensor]
 ) -> dict[int, Tensor]:
     """For each shard, a 0-dim bool on its device: whether this call is a step for it."""
-    everything = torch.cat([v.to(sums[0].device) for v in sums])
-    finite = torch.isfinite(everything).all()
-    some_gradient = (everything != 0).any()  # NaN counts
+    some_nonfinite, some_gradient = (known != 0).unbind()
+    finite = ~some_nonfinite
     taken = {}
     for s in shards:
         first = is_first[id(s)]

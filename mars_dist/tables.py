@@ -18,7 +18,7 @@ from mars_dist.agreement import New, check_over_ranks
 from mars_dist.config import Settings
 from mars_dist.sharding import fsdp1, torch_native
 from mars_dist.sharding.dtensor import is_dtensor, moved_from
-from mars_dist.sharding.layout import Layout, Segment
+from mars_dist.sharding.layout import Layout
 from mars_dist.sharding.locate import locate, trainable_only
 from mars_dist.step import rule_of
 
@@ -54,14 +54,25 @@ class Tables:
         self._shapes: dict[int, list[tuple[int, ...]]] = {}  # of the originals
         self._attached: dict[int, tuple[Tensor, Layout]] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._looked_again = False
         self.forget()
 
     def forget(self) -> None:
         """Find every layout anew: the groups or the settings have changed."""
         self._layouts: dict[int, tuple[Callable[[], Tensor | None], Layout]] = {}
-        self._rules: dict[tuple[int, str], tuple[str, tuple[int, ...]]] = {}
+        self._rules: dict[tuple[int, int, str], tuple[str, tuple[int, ...]]] = {}
         self._logged = False
         self._trainable: int | None = None  # how many tensors will be stepped in all, once it is known
+
+    def look_again(self, may_be_dry_run: Sequence[bool | Tensor]) -> None:
+        """Forget how the gradients of a first step were placed if it was a dry run, with lr 0: tensor parallelism may
+        leave real ones as partial sums. Where lr is a tensor it may have been one: that is looked at again once.
+        """
+        dtensors = any(layout.gradient_placements is not None or layout.replicas for layout in self.seen())
+        unknown = not self._looked_again and any(isinstance(dry, Tensor) for dry in may_be_dry_run)
+        if dtensors and (unknown or any(dry is True for dry in may_be_dry_run)):
+            self._looked_again = True
+            self._layouts = {}
 
     def constructed_as(self, group: dict[str, Any]) -> bool:
         """Whether the tensors in ``group`` are the parameters it was constructed with."""
@@ -97,9 +108,10 @@ class Tables:
         """The layout of a tensor that was seen before."""
         return self._layouts[id(p)][1]
 
-    def unit(self, p: Tensor) -> tuple[Segment, ...]:
-        """The parameters whose states are saved together with those of ``p``."""
-        return self.layout(p).unit if self.is_seen(p) else ()
+    def attached(self, p: Tensor) -> Layout | None:
+        """What ``attach`` was told of ``p``, stepped or not: a state dict may be saved before the first step."""
+        attached = self._attached.get(id(p))
+        return attached[1] if attached is not None and attached[0] is p else None
 
     def seen(self) -> list[Layout]:
         """All layouts found so far, in the order in which they were."""
@@ -109,11 +121,13 @@ class Tables:
         """Whether ``p`` takes part in the exchange of a step even without a gradient on this rank."""
         return self.is_seen(p) and self.layout(p).always_joins and p.requires_grad
 
-    def find(self, groups: Sequence[dict[str, Any]], settings: Settings) -> None:
+    def find(self, groups: Sequence[dict[str, Any]], settings: Settings) -> bool:
         """Build and check the layouts of all tensors of ``groups`` that take part in a step and were not seen before.
 
         Every rank finds the same tensors new in the same call, whether it has a gradient for them or not: the check
         over the ranks is one exchange for each process group.
+
+        Returns: whether there were such tensors.
 
         Raises:
             RuntimeError: as ``MARS.step()`` says.
@@ -133,13 +147,16 @@ class Tables:
         for tensor in new:
             self._layouts[id(tensor.param)] = (_hold(tensor.param), tensor.layout)
             for segment, rule in zip(tensor.layout.segments, tensor.rules, strict=True):
-                self._rules[tensor.group[GROUP_ID], segment.name] = (rule.label, segment.shape)
+                # FSDP1's names are those within a model: the tensor tells two models of one optimizer apart.
+                owner = id(tensor.param) if tensor.layout.engine == fsdp1.ENGINE else 0
+                self._rules[tensor.group[GROUP_ID], owner, segment.name] = (rule.label, segment.shape)
         if not self._logged and self._layouts:
             if self._trainable is None:
                 their = (trainable_only(self._constructed_with(number)) for number in self.originals)
                 self._trainable = sum(len(params) for params in their)
             if not new or len(self._rules) >= self._trainable:
                 self._log()
+        return bool(new)
 
     def _with_known_groups(self, layout: Layout) -> Layout:
         """Groups of the same ranks become one, so that one exchange serves them: two equal meshes have different ones,
@@ -163,13 +180,15 @@ class Tables:
         alike = [tuple(p.shape) for p in params] == self._shapes.get(number)
         if any(is_dtensor(p) for p in params) or alike and all(isinstance(p, nn.Parameter) for p in params):
             if not self.constructed_as(group):
+                for name, original in self._constructed_with(number):
+                    torch_native.refuse_slices(name, original)  # a copy of a slice is one as well
                 before = [name for name, _ in self.originals[number]]
                 self.remember({"param_names": before, **group} if len(before) == len(params) else group)
 
     def _build(self, group: dict[str, Any], position: int, p: Tensor) -> Layout:
-        attached = self._attached.get(id(p))
-        if attached is not None and attached[0] is p:
-            return attached[1]
+        attached = self.attached(p)
+        if attached is not None:
+            return attached
         if self._is_original(p) or torch_native.is_sharded(p):
             name = self._named[id(p)][0] if id(p) in self._named else f"parameter {position}"
             return torch_native.locate(name, p)
@@ -201,6 +220,8 @@ class Tables:
             all_matrices = all(len(shape) == 2 for rule, shape in self._rules.values() if rule == label)
             parts.append(f"{label} on {n} {'matrices' if all_matrices else 'tensors'}")
         parts += [f"AdamW on {plain} other tensors"] if plain else []
+        without = max(0, (self._trainable or 0) - len(self._rules))
+        parts += [f"{without} without a gradient so far"] if without else []
         logger.info("%s (%s)", ", ".join(parts), ", ".join(sorted(self.engines())))
         total = sum(math.prod(shape) for _, shape in self._rules.values())
         larger = sum(math.prod(s) for label, s in self._rules.values() if label == "AdamW" and len(s) > 2)

@@ -94,15 +94,18 @@ def run(case: DdpCase) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def messages() -> Iterator[list[str]]:
-    """What mars_dist logs meanwhile."""
+    """What mars_dist logs meanwhile, whatever level an earlier test has left."""
     import logging
 
-    handler = Messages()
-    logging.getLogger("mars_dist").addHandler(handler)
+    logger, handler = logging.getLogger("mars_dist"), Messages()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         yield handler.texts
     finally:
-        logging.getLogger("mars_dist").removeHandler(handler)
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def snapshot(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -68,7 +68,28 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
     checkpointed = sum(isinstance(m, CheckpointWrapper) for m in model.modules())
     return {
         "checkpointed": checkpointed,
+        "computed_in": computed_in(model),
         "compiled": type(model).__name__ == "OptimizedModule",
+    }
+
+
+def computed_in(model: nn.Module) -> set[str]:
+    """Filled by each forward pass: the dtypes that linear layers really multiply in."""
+    seen: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, inputs: seen.add(str(inputs[0].dtype)))
+    return seen
+
+
+def units_of(net: nn.Module) -> dict[str, Any]:
+    """What FSDP2's own units say about offload, and whether they free their parameters after the forward pass."""
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [m._get_fsdp_state()._fsdp_param_group for m in net.modules() if isinstance(m, FSDPModule)]
+    return {
+        "offload": {type(u.offload_policy).__name__ for u in units if u is not None},
+        "freed": {u.post_forward_mesh_info is not None for u in units if u is not None},
     }
 
 
@@ -149,7 +170,7 @@ def fsdp2(
             fully_shard(module, **options)
     fully_shard(net, **options)
     model = compiled(net, compile)
-    return every_rank(model, net, type=type(net).__name__, **facts_of(model), **dtensors(net))
+    return every_rank(model, net, type=type(net).__name__, **facts_of(model), **units_of(net), **dtensors(net))
 
 
 def on_dimension(dim: int, ranks: int) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import engine_nets, nets
+from tests.ddp_cases import messages
 from tests.engine_builders import BUILDERS, Built
-from tests.zero_cases import Messages
 
 # A clip of 0.1: in these nets c is seldom longer than 1, and a clip that never acts would not be tested.
 BASE: dict[str, Any] = {"lr": 1e-2, "lr_1d": 4e-3, "weight_decay": 0.05, "clip": 0.1}
@@ -197,6 +196,7 @@ def train(case: EngineCase) -> dict[str, Any]:
         "counts": sorted({float(s["step"]) for s in optimizer.state.values() if s}),
         "counts_by_name": counts_by_name(optimizer),
         "optimizer": type(optimizer).__name__,
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
     }
 
 
@@ -204,17 +204,6 @@ def counts_by_name(optimizer: Any) -> dict[str, float]:
     """How many steps the tensors have taken that this rank has a state of; a flat one under its first name."""
     params = [p for group in optimizer.param_groups for p in group["params"] if optimizer.state.get(p)]
     return {clean(optimizer._tables.layout(p).segments[0].name): float(optimizer.state[p]["step"]) for p in params}
-
-
-@contextlib.contextmanager
-def messages() -> Iterator[list[str]]:
-    """What mars_dist logs meanwhile."""
-    handler = Messages()
-    logging.getLogger("mars_dist").addHandler(handler)
-    try:
-        yield handler.texts
-    finally:
-        logging.getLogger("mars_dist").removeHandler(handler)
 
 
 def successor(case: EngineCase, built: Built, optimizer: Any) -> Any:

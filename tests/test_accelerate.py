@@ -165,8 +165,10 @@ CASES = [
     Case("fsdp1-original", accumulation=2, clip=0.5, schedule=True),
     Case("fsdp1-flat", order="model-first", clip=0.5, params=LION),
 ]
+LION_CASES = [Case(e, params=LION, accumulation=2) for e in ("ddp", "zero2", "zero3", "fsdp2", "fsdp1-original")]
 SLOW = [
-    *(Case(e, params=LION, accumulation=2) for e in ("ddp", "zero2", "zero3", "fsdp2", "fsdp1-original")),
+    Case("ddp", params={"mars_type": "mars-shampoo", "ns_dtype": "float32"}),
+    Case("fsdp1-original", clip=0.5, schedule=True, overflow=4),
     *(Case("ddp", order=o) for o in ("together", "optimizer-first", "model-first")),
     *(Case("fsdp1-original", order=o, schedule=True) for o in ("apart", "direct", "optimizer-first", "model-first")),
     *(Case(f"zero{stage}", offload=True, dummy=True, clip=0.5) for stage in (2, 3)),
@@ -187,14 +189,14 @@ def test_replay_and_end_to_end(pool: RankPool, case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("case", SLOW, ids=str)
+@pytest.mark.parametrize("case", [*LION_CASES, *SLOW], ids=str)
 def test_replay_and_end_to_end_more(pool: RankPool, case: Case) -> None:
     check(pool.run(accelerate_cases.run, case, timeout=120), case)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *LION_CASES], ids=str)
 def test_replay_and_end_to_end_on_more_ranks(larger_pool: RankPool, case: Case) -> None:
     check(larger_pool.run(accelerate_cases.run, case, timeout=120), case)
 

@@ -126,6 +126,15 @@ def test_row(pools: dict[int, RankPool], row: Row, case: EngineCase, size: int) 
     for each in results:
         for fact, value in row.active:
             assert each["facts"][fact] == value, f"{fact}: {each['facts']}"
+        options = case.options
+        if options.get("compile"):
+            assert each["graphs"] > 0, "nothing was compiled"
+        elif case.before != "to":
+            computed_in = "torch.bfloat16" if options.get("bf16") else "torch.float32"
+            assert each["facts"]["computed_in"] == {computed_in}
+        if "freed" in each["facts"]:
+            assert each["facts"]["freed"] == {options.get("reshard", True)}
+            assert each["facts"]["offload"] == {"CPUOffloadPolicy" if options.get("offload") else "OffloadPolicy"}
         assert each["optimizer"] == "MARS"
         assert each["engines"] == set(row.engines)
         assert each["rule_counts"] == counts_of(model)
@@ -157,21 +166,26 @@ def test_a_row_is_run_or_says_what_shows_it() -> None:
 def test_what_shows_a_row_is_there() -> None:
     for row in ROWS:
         file, _, function = row.shown_by.partition("::")
-        assert not file or f"def {function or 'test_'}" in (ROOT / file).read_text(), row.feature
+        assert not file or f"def {function}(" in (ROOT / file).read_text(), row.feature
 
 
 def test_the_launched_rows_name_what_their_cases_run() -> None:
-    """Engine by engine the variants of the row are those of the cases."""
-    from tests import test_accelerate, test_trainer_training
+    """Engine by engine the variants and numbers of ranks of the row are those of the cases."""
+    from tests import test_accelerate as prepared
+    from tests import test_trainer_training as trained
 
-    run: dict[tuple[str, str], set[str]] = {}
-    for case in [*test_accelerate.CASES, *test_accelerate.SLOW, *test_accelerate.HSDP]:
-        kind = case.engine.partition("-")[0]
-        run.setdefault((ACCELERATE, kind), set()).add(case.params.get("mars_type", "mars-adamw"))
-    for case in [*test_trainer_training.DISTRIBUTED, *test_trainer_training.REPEATED]:
-        kind = "fsdp2" if case.fsdp else "ddp" if case.zero is None else f"zero{case.zero}"
-        run.setdefault((TRAINER, kind), set()).add((case.optim or "mars_adamw").replace("_", "-"))
-    rows = {(row.engine, row.kind): set(row.variants) for row in ROWS if row.kind and row.kind not in ("alone", "cut")}
+    run: dict[tuple[str, str], set[tuple[str, int]]] = {}
+    on = [(prepared.CASES, (2, 3, 4)), (prepared.LION_CASES, (2, 3, 4)), (prepared.SLOW, (2,)), (prepared.HSDP, (4,))]
+    for case, ranks in ((case, ranks) for cases, ranks in on for case in cases):
+        variant = case.params.get("mars_type", "mars-adamw")
+        run.setdefault((ACCELERATE, case.engine.partition("-")[0]), set()).update((variant, n) for n in ranks)
+    on = [(trained.DISTRIBUTED, (2, 3, 4)), (trained.VARIANTS, (2, 3, 4)), (trained.REPEATED, (2,))]
+    for case, ranks in ((case, ranks) for cases, ranks in on for case in cases):
+        variant = (case.optim or "mars_adamw").replace("_", "-")
+        run.setdefault((TRAINER, case.kind), set()).update((variant, n) for n in ranks)
+    rows: dict[tuple[str, str], set[tuple[str, int]]] = {}
+    for row in (row for row in ROWS if row.kind and row.kind not in ("alone", "cut")):
+        rows.setdefault((row.engine, row.kind), set()).update((v, n) for v in row.variants for n in row.ranks)
     assert rows == run
 
 

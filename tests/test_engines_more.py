@@ -14,7 +14,7 @@ import pytest
 from tests import engine_cases, engine_more_cases
 from tests.engine_cases import EVERYONE, EngineCase
 from tests.ranks import RankPool
-from tests.test_engines import furthest, moved, replayed
+from tests.test_engines import counts_of, furthest, moved, replayed
 
 pytestmark = pytest.mark.timeout(300)
 TOLERANCE = 2e-6
@@ -59,10 +59,13 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 def trained(pool: RankPool, case: EngineCase) -> list[dict[str, Any]]:
     """The results on all ranks, which agree with each other and with REPLAY."""
     results = pool.run(engine_cases.run, case, timeout=60)
+    model = replayed(results[0], case)
     for result in results:
         assert furthest(result["end"], results[0]["end"]) == 0.0, "the ranks hold different parameters"
-        assert result["rule_counts"] == results[0]["rule_counts"]
-    assert furthest(replayed(results[0], case).params, results[0]["end"]) < TOLERANCE
+        assert result["rule_counts"] == counts_of(model)
+        kind = {"fsdp1": {"FSDP1"}}.get(case.engine)
+        assert result["engines"] == kind if kind else any("DTensor" in e for e in result["engines"]), result["engines"]
+    assert furthest(model.params, results[0]["end"]) < TOLERANCE
     return results
 
 
@@ -119,6 +122,7 @@ def test_a_gradient_missing_on_one_replica_only_is_an_error(pool: RankPool, engi
         assert ("missing on one rank only" in result["said"]) == (rank in told), f"rank {rank}: {result['said']}"
         assert result["moved"] == (rank not in told)
     assert "This rank has none for " + where in results[1]["said"]
+    assert "The message of another rank names it." in results[0]["said"]
 
 
 @engines("fsdp1_flat", "fsdp2")

@@ -26,7 +26,8 @@ ALLOWED: dict[str, set[str]] = {
     "step": {"kernels", "maths", "sharding", "states", "config"},
     "agreement": {"maths", "sharding", "config"},
     "tables": {"agreement", "step", "maths", "sharding", "config", "log"},
-    "optimizer": {"tables", "step", "states", "sharding", "config", "log"},
+    "saving": {"tables", "step", "states", "sharding", "config", "log"},
+    "optimizer": {"saving", "tables", "step", "states", "sharding", "config", "log"},
     "integrations": {"optimizer", "tables", "step", "states", "maths", "sharding", "config", "log", "versions"},
 }
 BELOW_THE_OPTIMIZER = {
@@ -40,6 +41,7 @@ BELOW_THE_OPTIMIZER = {
     "step",
     "agreement",
     "tables",
+    "saving",
 }
 ABOVE = {
     "optimizer",

@@ -64,7 +64,7 @@ MODELS |= {"zero3": ("DeepSpeedOptimizerWrapper", "DeepSpeedZeroOptimizer_Stage3
 
 
 def check(results: list[tuple[dict[str, Any], dict[str, Any]]], case: TrainerCase) -> None:
-    kind = "fsdp2" if case.fsdp else "native" if case.zero is None else f"zero{case.zero}"
+    kind = "native" if case.kind == "ddp" else case.kind
     wrapped = "DeepSpeedEngine" if case.zero is not None else "DistributedDataParallel" if len(results) > 1 else None
     if case.fsdp:
         wrapped = "FSDPPeftModel" if case.lora else "FSDPGPT2LMHeadModel"
@@ -131,15 +131,17 @@ DISTRIBUTED = [
     TrainerCase(zero=2, offload=True),
     TrainerCase(zero=2, offload=True, **BLOCK_ALONE),
 ]
+VARIANTS = [
+    *(TrainerCase(optim=name, optim_args=ALL) for name in LABELS if name != "mars_adamw"),
+    TrainerCase(optim="mars_lion", optim_args=ALL, zero=2),
+    TrainerCase(optim="mars_lion", optim_args=ALL, fsdp=True),
+    TrainerCase(optim="mars_lion", zero=3),
+]
 REPEATED = [
     TrainerCase(zero=3, **BLOCK_ALONE),
     TrainerCase(zero=2, block={"params": {}}),
     TrainerCase(zero=3, offload=True),
     TrainerCase(zero=3, offload=True, **BLOCK_ALONE),
-    *(TrainerCase(optim=name, optim_args=ALL) for name in LABELS),
-    TrainerCase(optim="mars_lion", optim_args=ALL, zero=2),
-    TrainerCase(optim="mars_lion", optim_args=ALL, fsdp=True),
-    TrainerCase(optim="mars_lion", zero=3),
     TrainerCase(lora=True),
     TrainerCase(lora=True, fsdp=True),
     TrainerCase(lora=True, zero=2),
@@ -155,6 +157,36 @@ REPEATED += [TrainerCase(accumulation=2, **engine) for engine in ({}, {"fsdp": T
 @pytest.mark.parametrize("case", DISTRIBUTED, ids=str)
 def test_training_on_several_ranks(pool: RankPool, tmp_path: Path, case: TrainerCase) -> None:
     check(pool.run(trainer_cases.run, case, str(tmp_path), timeout=200), case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("case", VARIANTS, ids=str)
+def test_more_variants_on_several_ranks(pool: RankPool, tmp_path: Path, case: TrainerCase) -> None:
+    check(pool.run(trainer_cases.run, case, str(tmp_path), timeout=200), case)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("pool", [2], indirect=True, ids=["2ranks"])
+def test_fsdp1_with_original_parameters(pool: RankPool, tmp_path: Path) -> None:
+    """Trainer's two groups stay apart: MARS is built from the wrapped model."""
+    case = TrainerCase(fsdp1=True)
+    results = pool.run(trainer_cases.run_fsdp1, case, str(tmp_path), timeout=200)
+    for result in results:
+        assert result["class"] is mars_dist.MARS and result["engines"] == {"FSDP1"}
+        assert result["model"] == "FullyShardedDataParallel" and not result["fsdp"]
+        assert result["rule_counts"] == {"MARS-AdamW": MATRICES, "AdamW": VECTORS}
+        assert furthest(result["end"], results[0]["end"]) == 0.0
+    assert furthest(replay(results[0], case), results[0]["end"]) < 2e-6
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("pool", [2], indirect=True, ids=["2ranks"])
+def test_fsdp1_with_flat_parameters_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    """Biases and norms lie in one flat parameter with matrices: Trainer cannot keep them from decay."""
+    with pytest.raises(RankError) as error:
+        pool.run(trainer_cases.run_fsdp1, TrainerCase(fsdp1=False), str(tmp_path), timeout=200)
+    assert str(error.value).count('"use_orig_params": true') == pool.world_size, str(error.value)
 
 
 @pytest.mark.slow

@@ -334,7 +334,7 @@ def test_ranks_with_different_models_raise_on_every_rank(pool: RankPool, stage: 
     case = ZeroCase(stage, params=BASE, net="unlike", construct=construct)
     with pytest.raises(RankError, match="build the same model, groups and optimizer on every rank") as error:
         pool.run(zero_more_cases.train, case, timeout=90)
-    assert str(error.value).count("the ranks that share this tensor do not agree on the names, shapes or order") >= (
+    assert str(error.value).count("the ranks that share these tensors do not agree on the names, shapes or order") >= (
         pool.world_size
     ), "every rank must raise"
 

@@ -36,14 +36,21 @@ class TrainerCase:
     block: dict[str, Any] | None = None
     offload: bool = False
     fsdp: bool = False
+    fsdp1: bool | None = None  # whether it keeps the original parameters
     lora: bool = False
     checkpointing: bool = False
     accumulation: int = 1
     more: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def kind(self) -> str:
+        """The engine on several ranks."""
+        if self.zero is not None:
+            return f"zero{self.zero}"
+        return "fsdp2" if self.fsdp else "fsdp1" if self.fsdp1 is not None else "ddp"
+
     def __str__(self) -> str:
-        engine = f"zero{self.zero}" if self.zero is not None else "fsdp2" if self.fsdp else "native"
-        words = [engine, str(self.optim)] + ["block"] * (self.block is not None) + ["offload"] * self.offload
+        words = [self.kind, str(self.optim)] + ["block"] * (self.block is not None) + ["offload"] * self.offload
         words += ["lora"] * self.lora + ["checkpointing"] * self.checkpointing
         return "-".join(words + [f"accumulate{self.accumulation}"] * (self.accumulation > 1))
 
@@ -120,6 +127,9 @@ def arguments(case: TrainerCase, folder: str | Path, **more: Any) -> Any:
         given["deepspeed"] = configuration(case)
     if case.fsdp:
         given |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["GPT2Block"]}}
+    if case.fsdp1 is not None:
+        layers = {"transformer_layer_cls_to_wrap": ["GPT2Block"]}
+        given |= {"fsdp": True, "fsdp_config": {"version": 1, "use_orig_params": case.fsdp1, **layers}}
     return TrainingArguments(**given)
 
 
@@ -160,6 +170,24 @@ class FsdpRecorder:
         return self.updates
 
 
+class Fsdp1Recorder(FsdpRecorder):
+    def _before(self, *args: Any) -> None:
+        with summoned(self.net, with_grads=True):
+            gradients = {n: p.grad.detach().double().clone().flatten() for n, p in names_of(self.net)}
+        self.updates.append(gradients)
+
+
+def summoned(net: nn.Module, with_grads: bool = False) -> Any:
+    """FSDP1's own way to the whole parameters; Trainer wraps the model in place of none of its modules."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel.summon_full_params(net, writeback=False, with_grads=with_grads)
+
+
+def names_of(net: nn.Module) -> list[tuple[str, Any]]:
+    return [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in net.named_parameters()]
+
+
 def whole(tensor: Any) -> Tensor:
     tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return tensor.detach().double().clone()
@@ -171,7 +199,8 @@ def recording(records: dict[str, Any], net: nn.Module, case: TrainerCase) -> Any
     class Record(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
             records["inside"] = inside(optimizer)
-            records["recorder"] = (FsdpRecorder if case.fsdp else Recorder)(records["inside"], net)
+            recorder = Fsdp1Recorder if case.fsdp1 else FsdpRecorder if case.fsdp else Recorder
+            records["recorder"] = recorder(records["inside"], net)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
             records.setdefault("lrs", []).append(max(group["lr"] for group in optimizer.param_groups))
@@ -225,6 +254,16 @@ def train(case: TrainerCase, folder: str | Path, resume: bool = False) -> dict[s
     return out
 
 
+def run_fsdp1(case: TrainerCase, folder: str) -> dict[str, Any]:
+    """A training under FSDP1 (its checkpoints are not compared: see torch)."""
+    prepare()
+    cpu_fsdp.install()
+    try:
+        return train(case, folder)
+    finally:
+        cpu_fsdp.remove()
+
+
 def count_forwards(net: nn.Module) -> list[int]:
     """How often the first layer's MLP is computed: twice a step where activations are recomputed."""
     calls = [0]
@@ -268,6 +307,9 @@ def alone(recorder: Recorder) -> list[dict[str, Tensor]]:
 
 
 def values(net: nn.Module, case: TrainerCase) -> dict[str, Tensor]:
+    if case.fsdp1:
+        with summoned(net):
+            return {n: p.detach().double().clone() for n, p in names_of(net)}
     out = {}
     for name, p in net.named_parameters():
         if not p.requires_grad:

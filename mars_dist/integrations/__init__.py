@@ -1,4 +1,4 @@
-"""The only part that knows DeepSpeed, Accelerate and transformers by name: how MARS gets into them.
+"""The only part that imports or patches DeepSpeed, Accelerate and transformers: how MARS gets into them.
 
 Each integration registers by itself and lazily: nothing is imported before somebody else imports it.
 """

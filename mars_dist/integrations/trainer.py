@@ -121,6 +121,13 @@ def _mars(context: Any) -> tuple[type, dict[str, Any]]:
     """What Trainer calls for ``optim="mars_..."``: the class and its keywords (the groups are Trainer's)."""
     from mars_dist.integrations.trainer_arguments import choose, optimizer_class
 
+    flat = [p for p in context.model.parameters() if type(p).__name__ == "FlatParameter"] if context.model else []
+    if flat:
+        raise RuntimeError(
+            f'optim="{context.args.optim.value}" under FSDP1 needs the original parameters: the model has {len(flat)} '
+            "flat ones, in which matrices lie beside the biases and norms that Trainer keeps from decay. Say "
+            'fsdp_config={"use_orig_params": true, ...}, or take FSDP2 ("version": 2).'
+        )
     keywords, sentence = choose(context.args)
     _say(sentence)
     return optimizer_class(keywords), keywords

@@ -98,6 +98,8 @@ def parse(text: str | None) -> dict[str, Any]:
             a value that cannot be read, a pair given whole and in parts, or what is an argument of Trainer.
     """
     found: dict[str, Any] = {}
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f'optim_args is text, for example "gamma=0.05,lr_1d=1e-3", got {text!r}')
     text = (text or "").replace(" ", "")
     if re.search(r"[()\[\]]", text):
         raise ValueError(
@@ -136,8 +138,9 @@ def _value(key: str, text: str) -> Any:
 
 
 def changed(args: Any, name: str) -> bool:
-    """Whether an argument has another value than its class gives it by default."""
-    return bool(getattr(args, name) != type(args).__dataclass_fields__[name].default)
+    """Whether an argument has another value than transformers gives it by default: a subclass may give it its own."""
+    first: Any = next(c for c in reversed(type(args).__mro__) if name in getattr(c, "__dataclass_fields__", ()))
+    return bool(getattr(args, name) != first.__dataclass_fields__[name].default)
 
 
 def explicit(args: Any) -> tuple[dict[str, Any], dict[str, str]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mars_dist.sharding.layout import Layout, Segment
-from mars_dist.versions import tested
+from mars_dist.versions import missing_hook, tested
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -27,6 +27,30 @@ def is_dtensor(tensor: Tensor) -> bool:
 def local(tensor: Any) -> Any:
     """This rank's part of a DTensor, in the same memory; whatever else it is, itself."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def copy_as(param: Any, value: Any) -> Any:
+    """An own copy of ``value``, of the same global shape as ``param``: in its own dtype, cut as ``param`` is."""
+    out = torch.empty_like(param, dtype=value.dtype, requires_grad=False)
+    local(out).copy_(local(_placed_as(param, value)))
+    return out
+
+
+def _placed_as(param: Any, value: Any) -> Any:
+    """``value`` cut as ``param`` is.
+
+    A plain tensor that belongs to a DTensor is the whole one, the same on every rank: that needs no collective.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    if is_dtensor(value) and not is_dtensor(param):
+        return value.full_tensor()
+    if not is_dtensor(param):
+        return value
+    if not is_dtensor(value):
+        return distribute_tensor(value.to(local(param).device), param.device_mesh, param.placements, src_data_rank=None)
+    same = value.device_mesh == param.device_mesh and value.placements == param.placements
+    return value if same else value.redistribute(param.device_mesh, param.placements)
 
 
 def moved_from(param: Tensor) -> Any:
@@ -72,9 +96,8 @@ def local_gradient(param: Any, name: str, arrives: Any = None) -> Tensor:
 
 def _zeros(param: Any, placements: Any) -> Any:
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    sizes, _ = compute_local_shape_and_global_offset(tuple(param.shape), param.device_mesh, placements)
+    sizes, _ = _sizes_and_offsets(param.shape, param.device_mesh, placements)
     zeros = torch.zeros(sizes, dtype=param.dtype, device=local(param).device)
     shape, stride = param.shape, param.stride()
     return DTensor.from_local(zeros, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -86,25 +109,38 @@ def locate(name: str, param: Any) -> Layout:
     Raises:
         RuntimeError: for a parameter that is a pending sum (``Partial``), which no engine makes.
     """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     mesh, placements = param.device_mesh, tuple(param.placements)
     engine = f"DTensor {placements}"
     if any(placement.is_partial() for placement in placements):
         raise RuntimeError(f"{name} has the placements {placements}: a parameter must be sharded or replicated.")
     cuts = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
     shape = tuple(param.shape)
-    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    sizes, offsets = _sizes_and_offsets(shape, mesh, placements)
     fault = ""
     if tuple(sizes) != tuple(local(param).shape):
         fault = (
             f"{name}: this rank holds {tuple(local(param).shape)} of a DTensor of shape {shape} with {placements}, "
             f"where {tuple(sizes)} was expected. mars_dist was {tested('torch')}."
         )
+    if mesh.get_coordinate() is None:  # a mesh of other ranks: this one holds nothing of it
+        return Layout((_segment(name, shape, (0,), (0,)),), (), engine)
     groups = tuple(mesh.get_group(i) for i in cuts)
     replicas = tuple(mesh.get_group(i) for i in range(mesh.ndim) if i not in cuts)
     segments = (_segment(name, shape, sizes, offsets),)
     return Layout(segments, groups, engine, fault, always_joins=True, replicas=replicas)
+
+
+def _sizes_and_offsets(shape: Any, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of this rank's part of a DTensor, in every dimension."""
+    try:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    except ImportError as error:
+        name = "torch.distributed.tensor._utils.compute_local_shape_and_global_offset"
+        raise RuntimeError(
+            missing_hook("torch", name, "MARS cannot see which part of a DTensor a rank holds")
+        ) from error
+    sizes, offsets = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
+    return tuple(sizes), tuple(offsets)
 
 
 def _segment(name: str, shape: tuple[int, ...], sizes: tuple[int, ...], offsets: tuple[int, ...]) -> Segment:

@@ -84,13 +84,14 @@ def _of_unit(path: str, handle: Any) -> Iterator[tuple[Tensor, Layout]]:
         start = info.intra_param_start_idx
         segments.append(Segment(name, shape, start, start + info.numel_in_shard, info.offset_in_shard))
     if not handle._use_orig_params:
-        yield flat, Layout(tuple(segments), groups, ENGINE, _fault(segments, flat), always_joins=sharded)
+        fault = _fault(segments, flat)
+        yield flat, Layout(tuple(segments), groups, ENGINE, fault, always_joins=sharded, held=flat.numel())
         return
-    unit = tuple(s for param, s in zip(flat._params, segments, strict=True) if param.requires_grad and sharded)
+    unit = id(handle) if sharded else None
     for param, s in zip(flat._params, segments, strict=True):
         segment = Segment(s.name, s.shape, s.start, s.stop, 0)
         fault = _fault([segment], param, exact=True)
-        yield param, Layout((segment,), groups, ENGINE, fault, always_joins=sharded, unit=unit)
+        yield param, Layout((segment,), groups, ENGINE, fault, sharded, unit=unit, held=param.numel())
 
 
 def _clean(name: str) -> str:

@@ -62,8 +62,9 @@ class Layout:
             summed over them, but they must agree.
         gradient_placements: the placements in which the gradients of a DTensor arrive, where bringing them into its own
             is a collective that every rank has to join.
-        unit: the trainable parameters whose states are saved together with this one's, for which all of them must have
-            the same ones (FSDP1 with original parameters).
+        unit: which tensors' states are saved together, so that all of them must show the same ones (FSDP1 with
+            original parameters): one number for each FSDP1 unit that cuts its parameters, None elsewhere.
+        held: how many elements the engine hands over between steps, where it can show others (FSDP1); else None.
     """
 
     segments: tuple[Segment, ...]
@@ -73,7 +74,8 @@ class Layout:
     always_joins: bool = False
     replicas: tuple[ProcessGroup, ...] = ()
     gradient_placements: Any = None
-    unit: tuple[Segment, ...] = ()
+    unit: int | None = None
+    held: int | None = None
 
 
 def whole(name: str, param: torch.Tensor, engine: str = WHOLE) -> Layout:

@@ -19,32 +19,58 @@ CUT = "needs whole matrices"
 
 
 def prepared(kind: str, feature: str, **more: Any) -> Row:
-    return Row(ACCELERATE, feature, LAUNCH, kind=kind, shown_by="tests/test_accelerate.py", **more)
+    return Row(
+        ACCELERATE, feature, LAUNCH, kind=kind, shown_by="tests/test_accelerate.py::test_replay_and_end_to_end", **more
+    )
 
 
-def trained(kind: str, feature: str, launcher: str, **more: Any) -> Row:
-    return Row(TRAINER, feature, launcher, kind=kind, shown_by="tests/test_trainer_training.py", **more)
+def trained(kind: str, feature: str, launcher: str, test: str = "test_training_on_several_ranks", **more: Any) -> Row:
+    return Row(TRAINER, feature, launcher, kind=kind, shown_by=f"tests/test_trainer_training.py::{test}", **more)
 
 
 LAUNCHED: list[Row] = [
     Row(
         "DeepSpeed",
         'ZeRO-0/1/2/3 by `"type": "MARS"`',
-        "process group, `python`, `torchrun`, `deepspeed`",
-        shown_by="tests/test_zero.py",
+        "process group; `python`, `torchrun`, `deepspeed` (ZeRO-2, mars-adamw)",
+        shown_by="tests/test_zero.py::test_replay",
         ranks=(2, 3),
         note="[every key](../ds_configs/README.md#what-works-with-mars)",
     ),
     prepared("ddp", "DDP", variants=(*ELEMENTWISE, "mars-m")),
+    prepared("ddp", "DDP", variants=("mars-shampoo",), ranks=(2,)),
     prepared("fsdp1", "FSDP1", note="the flat parameters where the model is prepared before MARS is built"),
     prepared("fsdp2", "FSDP2"),
     prepared("hsdp", "HSDP 2 x 2", ranks=(4,)),
     prepared("zero2", "DeepSpeed ZeRO-2, with and without offload"),
     prepared("zero3", "DeepSpeed ZeRO-3, with and without offload", note='also `"type": "MARS"` with `DummyOptim`'),
-    trained("alone", "one process, LoRA, checkpointing", "`python`", variants=EVERY, ranks=(1,)),
+    trained(
+        "alone",
+        "one process",
+        "`python`",
+        "test_training_on_one_process",
+        variants=EVERY,
+        ranks=(1,),
+        note="LoRA run with mars-lion, checkpointing with mars-adamw",
+    ),
     trained("ddp", "DDP", LAUNCHERS, variants=EVERY),
     trained("fsdp2", "FSDP2", POOL),
+    trained("fsdp1", "FSDP1, original parameters", POOL, variants=("mars-adamw",)),
     trained("zero2", "DeepSpeed ZeRO-2, with and without offload and optimizer block", BY_DEEPSPEED),
-    trained("zero3", "DeepSpeed ZeRO-3, with and without offload and optimizer block", BY_DEEPSPEED),
-    trained("cut", "FSDP2, ZeRO-2/3", POOL, variants=EVERY[2:], answer="refused", message=CUT, ranks=(2,)),
+    trained(
+        "zero3",
+        "DeepSpeed ZeRO-3, with and without offload and optimizer block",
+        BY_DEEPSPEED,
+        note="offload run on 2 ranks",
+    ),
+    trained(
+        "cut",
+        "FSDP2, ZeRO-2/3",
+        POOL,
+        "test_matrix_variants_are_refused_where_matrices_are_cut",
+        variants=EVERY[2:],
+        answer="refused",
+        message=CUT,
+        ranks=(2,),
+    ),
 ]
