@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import engine_nets, nets
 from tests.engine_builders import Built, line, square
 from tests.engine_cases import EngineCase, backward, disturb, local, run, setup
 
@@ -120,6 +121,21 @@ def two_equal_meshes(_: str) -> dict[str, Any]:
     square.cache_clear()
     run(EngineCase("fsdp2", {"mesh": "square"}, steps=1))
     return run(EngineCase("tensor_parallel", {"data": True}, "layers", steps=3))
+
+
+def tied_in_two_groups(_: str) -> str:
+    """What torch says of a weight that two FSDP2 groups share."""
+    from torch.distributed.fsdp import fully_shard
+
+    net: Any = engine_nets.build("tied")
+    try:
+        fully_shard(net.embedding)
+        fully_shard(net.head)
+        fully_shard(net)
+        net(*nets.batch(0)).backward()
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def attached(case: EngineCase) -> dict[str, Any]:

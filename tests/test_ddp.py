@@ -26,7 +26,9 @@ ENGINES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2ranks", "3ranks"])
+@pytest.fixture(
+    scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)], ids=["2ranks", "3ranks", "4ranks"]
+)
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     pool = RankPool(request.param)
     yield pool
@@ -93,7 +95,7 @@ def test_replay(pool: RankPool, case: DdpCase) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("case", [c for c in MATRIX if c.set_to_none], ids=str)
+@pytest.mark.parametrize("case", MATRIX, ids=str)
 def test_end_to_end(pool: RankPool, case: DdpCase) -> None:
     """The same training on one process, in float32, with the reference as the optimizer."""
     result = pool.run(ddp_cases.run, case, timeout=60)[0]

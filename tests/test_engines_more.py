@@ -227,6 +227,11 @@ def test_no_step_after_the_first_waits_for_a_value(pool: RankPool, engine: str) 
         assert result["engines"] and "whole tensors" not in result["engines"] or engine == "tensor"
 
 
+def test_torch_refuses_tied_weights_in_two_groups(pool: RankPool) -> None:
+    for said in pool.run(engine_more_cases.tied_in_two_groups, "", timeout=60):
+        assert "shared with a parameter already managed by another FSDP group" in said
+
+
 def test_two_equal_meshes_cost_no_further_exchange(pool: RankPool) -> None:
     """torch caches by what a mesh looks like, and then gives parameters of one model the groups of another mesh."""
     if pool.world_size < 4:

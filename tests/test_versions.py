@@ -42,6 +42,24 @@ def pins(name: str) -> dict[str, str]:
 # ---- one truth, said in several places
 
 
+def test_a_torch_without_the_hooks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed.fsdp
+    import torch.distributed.tensor._utils as utils
+    from torch import nn
+
+    from mars_dist.sharding import dtensor, fsdp1
+
+    class Wrapped(nn.Module):
+        pass
+
+    monkeypatch.setattr(torch.distributed.fsdp, "FullyShardedDataParallel", Wrapped)
+    with pytest.raises(RuntimeError, match="has no Wrapped._handle.*" + re.escape(versions.tested("torch"))):
+        list(fsdp1.layouts(Wrapped()))
+    monkeypatch.delattr(utils, "compute_local_shape_and_global_offset")
+    with pytest.raises(RuntimeError, match="has no .*global_offset: .*" + re.escape(versions.tested("torch"))):
+        dtensor._sizes_and_offsets((2, 3), None, ())
+
+
 def test_every_requirement_of_setup_py_is_the_tested_range() -> None:
     asked = {line for lines in declared().values() for line in lines if Requirement(line).name in TESTED}
     assert asked == {requirement(name) for name in TESTED}

@@ -128,7 +128,8 @@ def arguments(case: TrainerCase, folder: str | Path, **more: Any) -> Any:
     if case.fsdp:
         given |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["GPT2Block"]}}
     if case.fsdp1 is not None:
-        layers = {"transformer_layer_cls_to_wrap": ["GPT2Block"]}
+        # Weights are broadcast between accelerators only.
+        layers = {"transformer_layer_cls_to_wrap": ["GPT2Block"], "sync_module_states": False}
         given |= {"fsdp": True, "fsdp_config": {"version": 1, "use_orig_params": case.fsdp1, **layers}}
     return TrainingArguments(**given)
 
@@ -170,24 +171,6 @@ class FsdpRecorder:
         return self.updates
 
 
-class Fsdp1Recorder(FsdpRecorder):
-    def _before(self, *args: Any) -> None:
-        with summoned(self.net, with_grads=True):
-            gradients = {n: p.grad.detach().double().clone().flatten() for n, p in names_of(self.net)}
-        self.updates.append(gradients)
-
-
-def summoned(net: nn.Module, with_grads: bool = False) -> Any:
-    """FSDP1's own way to the whole parameters; Trainer wraps the model in place of none of its modules."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return FullyShardedDataParallel.summon_full_params(net, writeback=False, with_grads=with_grads)
-
-
-def names_of(net: nn.Module) -> list[tuple[str, Any]]:
-    return [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in net.named_parameters()]
-
-
 def whole(tensor: Any) -> Tensor:
     tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return tensor.detach().double().clone()
@@ -199,8 +182,7 @@ def recording(records: dict[str, Any], net: nn.Module, case: TrainerCase) -> Any
     class Record(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
             records["inside"] = inside(optimizer)
-            recorder = Fsdp1Recorder if case.fsdp1 else FsdpRecorder if case.fsdp else Recorder
-            records["recorder"] = recorder(records["inside"], net)
+            records["recorder"] = (FsdpRecorder if case.fsdp else Recorder)(records["inside"], net)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
             records.setdefault("lrs", []).append(max(group["lr"] for group in optimizer.param_groups))
@@ -255,11 +237,24 @@ def train(case: TrainerCase, folder: str | Path, resume: bool = False) -> dict[s
 
 
 def run_fsdp1(case: TrainerCase, folder: str) -> dict[str, Any]:
-    """A training under FSDP1 (its checkpoints are not compared: see torch)."""
+    """What is built under FSDP1, and two steps of it."""
+    from transformers import Trainer
+
     prepare()
     cpu_fsdp.install()
     try:
-        return train(case, folder)
+        with clean_environment():
+            args = arguments(case, folder, max_steps=2, save_strategy="no")
+            trainer = Trainer(model=model(), args=args, train_dataset=dataset())
+            trainer.train()
+            mars = inside(trainer.optimizer)
+            return {
+                "class": type(mars),
+                "engines": mars.engines(),
+                "rule_counts": mars.rule_counts(),
+                "model": type(trainer.model_wrapped).__name__,
+                "groups": [(len(g["params"]), g["weight_decay"], g["weight_decay_1d"]) for g in mars.param_groups],
+            }
     finally:
         cpu_fsdp.remove()
 
@@ -307,9 +302,6 @@ def alone(recorder: Recorder) -> list[dict[str, Tensor]]:
 
 
 def values(net: nn.Module, case: TrainerCase) -> dict[str, Tensor]:
-    if case.fsdp1:
-        with summoned(net):
-            return {n: p.detach().double().clone() for n, p in names_of(net)}
     out = {}
     for name, p in net.named_parameters():
         if not p.requires_grad:

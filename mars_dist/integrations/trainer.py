@@ -120,8 +120,9 @@ def _is_ours(handler: Any) -> bool:
 def _mars(context: Any) -> tuple[type, dict[str, Any]]:
     """What Trainer calls for ``optim="mars_..."``: the class and its keywords (the groups are Trainer's)."""
     from mars_dist.integrations.trainer_arguments import choose, optimizer_class
+    from mars_dist.sharding.fsdp1 import is_flat
 
-    flat = [p for p in context.model.parameters() if type(p).__name__ == "FlatParameter"] if context.model else []
+    flat = [p for p in context.model.parameters() if is_flat(p)] if context.model is not None else []
     if flat:
         raise RuntimeError(
             f'optim="{context.args.optim.value}" under FSDP1 needs the original parameters: the model has {len(flat)} '

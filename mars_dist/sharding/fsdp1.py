@@ -26,7 +26,12 @@ WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."
 
 def is_fsdp1(param: Tensor) -> bool:
     """Whether FSDP1 owns the parameter, which it marks; its shape then says nothing."""
-    return getattr(param, "_fsdp_flattened", False) or type(param).__name__ == "FlatParameter"
+    return getattr(param, "_fsdp_flattened", False) or is_flat(param)
+
+
+def is_flat(param: Tensor) -> bool:
+    """Whether it is the flat parameter of an FSDP1 unit."""
+    return bool(getattr(param, "_is_flat_param", False))
 
 
 def refusal(name: str) -> RuntimeError:

@@ -35,7 +35,6 @@ DATA_PARALLEL: list[Row] = [
         DDP,
         "also `gradient_as_bucket_view`, `static_graph`, `find_unused_parameters`, gradients zeroed in place",
         variants=EVERY,
-        ranks=(2, 3),
         shown_by="tests/test_ddp.py::test_replay",
     ),
     Row(
@@ -84,10 +83,22 @@ DATA_PARALLEL: list[Row] = [
     ),
     fsdp1(
         "matrix variants on sharded parameters",
-        tuple(EngineCase("fsdp1", o, params=p) for o in flat_and_original() for p in MATRIX),
+        (
+            *(EngineCase("fsdp1", o, params=p) for o in flat_and_original() for p in MATRIX),
+            *(EngineCase("fsdp1", {"strategy": "HYBRID_SHARD"}, params=p) for p in MATRIX),
+        ),
+        ranks=(4,),
         variants=EVERY[2:],
         answer="refused",
         message="needs whole matrices, and FSDP1 spreads",
+        function=outcome,
+    ),
+    fsdp1(
+        "exact mode",
+        (EngineCase("fsdp1", params={"is_approx": False}),),
+        variants=("mars-adamw",),
+        answer="refused",
+        message="exact mode (is_approx=False) is not supported",
         function=outcome,
     ),
     fsdp1(

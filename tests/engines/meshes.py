@@ -63,7 +63,7 @@ MESHES: list[Row] = [
     fsdp2(
         "tied embeddings",
         both("fsdp2", {"nested": False}, net="tied"),
-        note="in one group",
+        note="in one group; torch refuses two",
     ),
     fsdp2("frozen parameters (LoRA)", both("fsdp2", {}, net="lora")),
     fsdp2(
@@ -112,6 +112,16 @@ MESHES: list[Row] = [
         ranks=(4,),
         engines=("DTensor (Replicate(), Shard(dim=0))",),
         active=(("plain", 0), ("placements", {"(Replicate(), Shard(dim=0))"})),
+    ),
+    Row(
+        HSDP,
+        "matrix variants",
+        cases=tuple(EngineCase("fsdp2", {"mesh": "square"}, params=p) for p in MATRIX),
+        ranks=(4,),
+        variants=EVERY[2:],
+        answer="refused",
+        message="needs whole matrices, and DTensor",
+        function=outcome,
     ),
     Row(
         HSDP,
@@ -181,6 +191,24 @@ MESHES: list[Row] = [
             "DTensor (_StridedShard(dim=1, sf=2), Shard(dim=1))",
         ),
         active=(("plain", 0),),
+    ),
+    Row(
+        BOTH,
+        "matrix variants",
+        cases=tuple(EngineCase("tensor_parallel", {"data": True}, "layers", params=p) for p in MATRIX),
+        ranks=(4,),
+        variants=EVERY[2:],
+        answer="refused",
+        message="needs whole matrices, and DTensor",
+        function=outcome,
+    ),
+    fsdp2(
+        "exact mode",
+        (EngineCase("fsdp2", params={"is_approx": False}),),
+        variants=("mars-adamw",),
+        answer="refused",
+        message="exact mode (is_approx=False) is not supported",
+        function=outcome,
     ),
     Row(
         TENSOR,
