@@ -20,6 +20,7 @@ from mars_dist.integrations.trainer_arguments import KINDS, TRAINERS_OWN, choose
 from mars_dist.optimizer import KEYWORDS
 from tests import trainer_cases
 from tests.ddp_cases import messages
+from tests.processes import run_python
 from tests.trainer_cases import LR
 
 ROOT = Path(__file__).parent.parent
@@ -228,7 +229,7 @@ PRECEDENCE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optim_args": "beta1_1d=0"}, {"betas_1d": (0.0, 0.95), "betas": (0.95, 0.99)}, "betas_1d=(0.0, 0.95)"),
     ({"optim_args": "lr_1d=4e-3"}, {"lr": 1e-2, "lr_1d": 4e-3}, "lr 0.01 (learning_rate), lr_1d 0.004 (optim_args)"),
     ({"optim_args": "lr_1d=0"}, {"lr_1d": 0.0}, "lr_1d 0 (optim_args)"),
-    ({"learning_rate": 3e-4}, {"lr": 3e-4, "lr_1d": 3e-4}, "lr 0.0003 (learning_rate), lr_1d the same"),
+    ({"learning_rate": 3e-4}, {"lr": 3e-4, "lr_1d": 3e-4}, "lr 0.0003 (learning_rate), lr_1d = lr"),
     ({"learning_rate": 0.0}, {"lr": 0.0, "lr_1d": 0.0}, "lr 0 (learning_rate)"),
     ({"optim_args": "clip=none,amsgrad=0"}, {"clip": None, "amsgrad": False}, "clip=None, amsgrad=False (optim_args)"),
 ]
@@ -241,6 +242,24 @@ def test_precedence(tmp_path: Path, given: dict[str, Any], keywords: dict[str, A
     assert said in sentence and "\n" not in sentence
 
 
+def test_registration_can_be_turned_off(tmp_path: Path) -> None:
+    code = """
+import mars_dist
+from accelerate import Accelerator
+from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS as handlers
+from transformers.training_args import OptimizerNames
+
+def registered():
+    return ["mars_adamw" in handlers, "mars_adamw" in list(OptimizerNames), hasattr(Accelerator.prepare, "__wrapped__")]
+
+print("BEFORE", *registered())
+mars_dist.register()
+print("AFTER", *registered())
+"""
+    done = run_python("-c", code, folder=tmp_path, env={"MARS_DIST_REGISTER": "0"})
+    assert "BEFORE False False False" in done.stdout and "AFTER True True True" in done.stdout, done.stdout
+
+
 def test_it_is_said_once_in_one_line(tmp_path: Path) -> None:
     from transformers import Trainer
 
@@ -251,8 +270,8 @@ def test_it_is_said_once_in_one_line(tmp_path: Path) -> None:
             Trainer.get_optimizer_cls_and_kwargs(args)
             trainer.create_optimizer()
     assert texts == [
-        "Trainer's optimizer is mars-lion: lr 0.00125 (learning_rate), lr_1d the same, betas (0.75, 0.99) (optim_args "
-        "and MARS's default), eps 1e-08 (MARS's default), gamma=0.0625 (optim_args), weight_decay 0, and 0 in "
+        "Trainer's optimizer is mars-lion: lr 0.00125 (learning_rate), lr_1d = lr, betas (0.75, 0.99) (optim_args "
+        "and MARS's default), eps 1e-08 (MARS's default), gamma 0.0625 (optim_args), weight_decay 0, and 0 in "
         "Trainer's no-decay group"
     ]
 

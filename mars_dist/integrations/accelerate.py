@@ -206,7 +206,7 @@ def _refuse_lonely_processes(accelerator: Any) -> None:
         remedy = (
             'Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])'
             if _engine(accelerator) == "DEEPSPEED"
-            else "ACCELERATE_USE_CPU=true in the environment (or Accelerator(cpu=True))"
+            else "ACCELERATE_USE_CPU=true in the environment (or Accelerator(cpu=True); Trainer: --use_cpu)"
         )
         raise RuntimeError(
             f"MARS: the launcher started {started} processes (WORLD_SIZE), but Accelerate runs this one as the only "
@@ -228,6 +228,11 @@ def _say_what_is_not_obvious(accelerator: Any) -> None:
             )
     if _engine(accelerator) == "MULTI_CPU" and _on("ACCELERATE_USE_FSDP"):
         logger.warning("FSDP was asked for, but Accelerate runs DDP on CPUs: nothing is sharded")
+    if _engine(accelerator) == "MULTI_CPU" and _on("ACCELERATE_USE_DEEPSPEED"):
+        logger.warning(
+            "DeepSpeed was asked for, but Accelerate runs DDP on CPUs where it is told to use them (cpu=True, "
+            'ACCELERATE_USE_CPU): nothing is sharded. Say InitProcessGroupKwargs(backend="gloo") instead.'
+        )
     plugin = getattr(accelerator.state, "fsdp_plugin", None) if _engine(accelerator) == "FSDP" else None
     reduced_in = getattr(getattr(plugin, "mixed_precision_policy", None), "reduce_dtype", None)
     if reduced_in is not None and reduced_in.itemsize < 4:

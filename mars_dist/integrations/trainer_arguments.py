@@ -196,16 +196,17 @@ def choose(args: Any) -> tuple[dict[str, Any], str]:
     """
     keywords, sources = explicit(args)
     _check(keywords, args.learning_rate)
-    words = [f"lr {args.learning_rate:g} (learning_rate)"]
+    given = "learning_rate" if changed(args, "learning_rate") else "Trainer's default"
+    words = [f"lr {args.learning_rate:g} ({given})"]
     if "lr_1d" in keywords:
         words.append(f"lr_1d {keywords['lr_1d']:g} (optim_args)")
     else:
-        words.append("lr_1d the same")
-    for name in ("betas", "eps"):
+        words.append("lr_1d = lr")
+    for name in ("betas", "eps", "gamma"):
         value = keywords.setdefault(name, GROUP_DEFAULTS[name])
         shown = "({:g}, {:g})".format(*value) if name == "betas" else f"{value:g}"
         words.append(f"{name} {shown} ({sources.get(name, OURS)})")
-    rest = [f"{k}={v}" for k, v in keywords.items() if k not in ("betas", "eps", "lr_1d", "mars_type")]
+    rest = [f"{k}={v}" for k, v in keywords.items() if k not in ("betas", "eps", "gamma", "lr_1d", "mars_type")]
     words += [f"{', '.join(rest)} (optim_args)"] if rest else []
     words.append(f"weight_decay {args.weight_decay:g}, and 0 in Trainer's no-decay group")
     keywords = {"lr": args.learning_rate, "lr_1d": args.learning_rate, **keywords}
