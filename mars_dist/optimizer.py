@@ -414,6 +414,9 @@ class MARS(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # torch adds it here: a state saved after loading would have a key that a new optimizer lacks, for which
+        # torch's set_optimizer_state_dict(full_state_dict=True) raises KeyError.
+        self.defaults.pop("differentiable", None)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, float(value) if name == "weight_decay_1d" else value)
