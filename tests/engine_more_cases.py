@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests import engine_nets, nets
 from tests.engine_builders import Built, line, square
 from tests.engine_cases import EngineCase, backward, disturb, local, run, setup
+from tests.zero_cases import norm_of_the_local_piece
 
 # ------------------------------------------------------------------------- what may happen before the first step
 
@@ -86,14 +87,8 @@ def outcome(case: EngineCase) -> dict[str, Any]:
 
 
 def with_the_norm_of_the_local_piece(case: EngineCase) -> dict[str, Any]:
-    """The classic fault, planted: nothing is summed over the ranks."""
-    from mars_dist import step
-
-    whole, step.sum_over_ranks = step.sum_over_ranks, lambda vector, group: vector
-    try:
+    with norm_of_the_local_piece():
         return run(case)
-    finally:
-        step.sum_over_ranks = whole
 
 
 def with_the_group_of_the_replicas(case: EngineCase) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,15 +133,21 @@ def run(case: ZeroCase) -> dict[str, Any]:
 RANK_RESULTS = ("rule_counts", "collectives", "messages", "end", "pieces")
 
 
-def run_with_the_norm_of_the_local_piece(case: ZeroCase) -> dict[str, Any]:
+@contextlib.contextmanager
+def norm_of_the_local_piece() -> Iterator[None]:
     """The classic fault, planted: nothing is summed over the ranks."""
     from mars_dist import step
 
     whole, step.sum_over_ranks = step.sum_over_ranks, lambda vector, group: vector
     try:
-        return run(case)
+        yield
     finally:
         step.sum_over_ranks = whole
+
+
+def run_with_the_norm_of_the_local_piece(case: ZeroCase) -> dict[str, Any]:
+    with norm_of_the_local_piece():
+        return run(case)
 
 
 # Two groups that mix matrices and vectors, the second with settings of its own.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.compatibility import ROWS
 from tests.compatibility.row import ANSWERS, Row
+from tests.markdown import between
 
 README = Path(__file__).parents[2] / "ds_configs/README.md"
 BEGIN, END = "<!-- compatibility:begin -->", "<!-- compatibility:end -->"
@@ -38,9 +39,7 @@ def listed(numbers: object) -> str:
 
 def written(text: str) -> str:
     """``text`` of the README with the table of today in it."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + "\n" + table() + "\n" + END + after
+    return between(text, BEGIN, END, table())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.engines import ROWS
 from tests.engines.row import ANSWERS, Row
+from tests.markdown import between
 
 README = Path(__file__).parents[2] / "launch/README.md"
 BEGIN, END = "<!-- engines:begin -->", "<!-- engines:end -->"
@@ -37,16 +38,8 @@ def answer(row: Row) -> str:
 
 
 def written(text: str) -> str:
-    """``text`` of the README with the table of today in it.
-
-    Raises:
-        ValueError: where the marks are not in it.
-    """
-    if not 0 <= text.find(BEGIN) < text.find(END):
-        raise ValueError(f"{README} has no {BEGIN} and {END} to put the table between")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + "\n" + table() + "\n" + END + after
+    """``text`` of the README with the table of today in it."""
+    return between(text, BEGIN, END, table())
 
 
 if __name__ == "__main__":
