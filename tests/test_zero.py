@@ -33,7 +33,7 @@ WRAPPERS = {
 LABELS = {"mars-adamw": "MARS-AdamW", "mars-lion": "MARS-Lion"}
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2ranks", "3ranks"])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3], ids=["2ranks", "3ranks"])
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     pool = RankPool(request.param)
     yield pool
