@@ -165,10 +165,11 @@ def test_collectives(pool: RankPool, case: ZeroCase) -> None:
 
 
 def test_collectives_with_the_nonfinite_flag(pool: RankPool) -> None:
-    """``skip_nonfinite``: the same single all-reduce, with a number for the AdamW tensors as well."""
+    """``skip_nonfinite``: the same single all-reduce, with a number for the AdamW tensors as well, and two of what the
+    rank knows from other process groups (whether some gradient is not finite, whether some is not zero)."""
     case = ZeroCase(2, params={**BASE, "skip_nonfinite": True}, construct="instance")
     result = pool.run(zero_cases.run, case)[0]
-    assert result["collectives"][1:] == [[("all_reduce", nets.MATRICES + nets.VECTORS)]] * (STEPS - 1)
+    assert result["collectives"][1:] == [[("all_reduce", nets.MATRICES + nets.VECTORS + 2)]] * (STEPS - 1)
 
 
 @pytest.mark.parametrize("variant", LABELS)
