@@ -306,7 +306,8 @@ def _present(shards: Sequence[Shard], sums: Tensor) -> dict[int, Tensor]:
     has, lacks = sums.view(2, -1)
     replicated = [i for i, s in enumerate(shards) if any(is_shared(g) for g in s.layout.replicas)]
     if replicated:
-        mine = [shards[i].layout.segments[0].name for i in replicated if shards[i].lacks_gradient]
+        lacking = [shards[i] for i in replicated if shards[i].lacks_gradient and shards[i].param.numel()]
+        mine = [shard.layout.segments[0].name for shard in lacking]
         here = f"This rank has none for {', '.join(mine[:3])}." if mine else "The message of another rank names it."
         torch._assert_async(
             ~torch.stack([(has[i] > 0) & (lacks[i] > 0) for i in replicated]).any(),
