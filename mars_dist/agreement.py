@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -14,8 +13,8 @@ from torch.distributed import ProcessGroup
 
 from mars_dist.config import GROUP_DEFAULTS, Settings
 from mars_dist.maths.rules import Rule
-from mars_dist.sharding.layout import WHOLE, Layout
-from mars_dist.sharding.norms import FAULT, check_same, is_shared
+from mars_dist.sharding.layout import WHOLE, Layout, Segment
+from mars_dist.sharding.norms import FAULT, check_same, is_shared, segments_of_ranks
 
 
 @dataclass(frozen=True)
@@ -87,12 +86,37 @@ def _unsupported(tensor: New, settings: Settings) -> str:
             f"exact mode (is_approx=False) is not supported under {layout.engine} yet, where the gradients of the next "
             "batch do not reach the optimizer: use it on one process or under DDP in float32, or is_approx=True here."
         )
-    ranks = math.prod(dist.get_world_size(g) for g in layout.process_groups if is_shared(g))
-    for segment, rule in zip(layout.segments, tensor.rules, strict=True):
-        if rule.whole_matrix and any(is_shared(g) for g in layout.process_groups):
-            return (
-                f"{rule.label} needs whole matrices, and {layout.engine} spreads {segment.name} of shape "
-                f"{segment.shape} over {ranks} ranks: this version supports the matrix variants on whole tensors only "
-                '(one process, DDP, ZeRO stage 0). Use mars_type="mars-adamw" or "mars-lion" here.'
-            )
     return ""
+
+
+def pieces_of_all_ranks(new: Sequence[New], known: dict[tuple[int, ...], ProcessGroup]) -> list[New]:
+    """``new`` with ``Layout.together`` and ``on_ranks`` for the tensors that hold pieces of matrices.
+
+    One all-gather of a few numbers for each piece and process group. Where several groups cut a tensor, the group of
+    all its ranks is looked up in ``known``, and made if it is not there.
+    """
+    homes = {id(t): _together(t.layout, known) for t in new if any(rule.whole_matrix for rule in t.rules)}
+    tables: dict[int, tuple[tuple[Segment, ...], ...]] = {}
+    for group in dict.fromkeys(group for group in homes.values() if group is not None):
+        theirs = [tensor for tensor in new if homes.get(id(tensor)) is group]
+        segments = [segment for tensor in theirs for segment in tensor.layout.segments]
+        on_ranks = segments_of_ranks(segments, group, theirs[0].param.device)
+        for tensor in theirs:
+            n = len(tensor.layout.segments)
+            tables[id(tensor)] = tuple(tuple(its[:n]) for its in on_ranks)
+            on_ranks = [its[n:] for its in on_ranks]
+    return [
+        replace(t, layout=replace(t.layout, together=homes[id(t)], on_ranks=tables[id(t)])) if id(t) in tables else t
+        for t in new
+    ]
+
+
+def _together(layout: Layout, known: dict[tuple[int, ...], ProcessGroup]) -> ProcessGroup | None:
+    groups = [group for group in layout.process_groups if is_shared(group)]
+    if len(groups) < 2:
+        return groups[0] if groups else None
+    if layout.ranks not in known:
+        # Only these ranks have come here.
+        made = dist.new_group(list(layout.ranks), use_local_synchronization=True)
+        known[layout.ranks] = made
+    return known[layout.ranks]

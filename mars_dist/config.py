@@ -60,6 +60,7 @@ class Settings:
     orthogonalizer: str = "newton-schulz"
     matrix_ndim: tuple[int, ...] = (2,)
     skip_nonfinite: bool = False
+    matrix_buffer_mb: float = 256.0
 
     def __post_init__(self) -> None:
         _one_of("mars_type", self.mars_type, VARIANTS)
@@ -72,6 +73,7 @@ class Settings:
             _one_of("ns_dtype", self.ns_dtype, NS_DTYPES)
         if isinstance(self.ns_steps, bool) or not isinstance(self.ns_steps, int) or self.ns_steps < 1:
             raise ValueError(f"ns_steps must be a whole number of at least 1, got {self.ns_steps!r}")
+        _number("matrix_buffer_mb", self.matrix_buffer_mb, low=0.0, open_low=True)
         ranks = self.matrix_ndim if isinstance(self.matrix_ndim, (tuple, list)) else (self.matrix_ndim,)
         if not ranks or any(isinstance(r, bool) or not isinstance(r, int) or r < 2 for r in ranks):
             raise ValueError(

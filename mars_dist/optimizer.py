@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from mars_dist import states
@@ -22,10 +23,11 @@ from mars_dist.config import (
     resolve_defaults,
     resolve_group,
 )
+from mars_dist.pieces import Shard
 from mars_dist.saving import complete_units, undo_units, warn_of_other_values
 from mars_dist.sharding.dtensor import copy_as, is_dtensor, local, local_gradient
 from mars_dist.sharding.layout import COPIES, Segment
-from mars_dist.step import Shard, check_gradient, learning_rate, rule_of, take_step
+from mars_dist.step import check_gradient, learning_rate, rule_of, take_step
 from mars_dist.tables import GROUP_ID, Tables
 
 logger = logging.getLogger("mars_dist")
@@ -90,6 +92,8 @@ class MARS(Optimizer):
             torch.optim does (mars-lion: into the momentum; sign(NaN) is 0, so that the tensor stays where it is).
         use_mars: True or False decides for all tensors (of a group); None goes by shape.
         maximize: ascend instead of descend.
+        matrix_buffer_mb: matrix variants: the MiB of whole matrices, and of pieces to send, that a rank holds at once
+            (at least one matrix). A smaller number takes more rounds of messages.
 
     State per tensor: ``step`` (0-dim), ``exp_avg``, and what its rule needs of ``exp_avg_sq``, ``max_exp_avg_sq`` and
     ``prev_grad`` (h, in the gradient's dtype, never sharing memory with a gradient). Created at the first step.
@@ -125,6 +129,7 @@ class MARS(Optimizer):
         skip_nonfinite: bool = False,
         use_mars: bool | None = None,
         maximize: bool = False,
+        matrix_buffer_mb: float = 256.0,
         **unknown: Any,
     ) -> None:
         check_keywords(unknown, KEYWORDS)
@@ -137,6 +142,7 @@ class MARS(Optimizer):
             orthogonalizer=orthogonalizer,
             matrix_ndim=matrix_ndim,  # type: ignore[arg-type]
             skip_nonfinite=skip_nonfinite,
+            matrix_buffer_mb=matrix_buffer_mb,
         )
         defaults = {
             "lr": lr,
@@ -175,18 +181,25 @@ class MARS(Optimizer):
         super().add_param_group(group)
         self._tables.remember(group)
 
-    def attach(self, model: nn.Module) -> None:
-        """Tell MARS where FSDP1 (``FullyShardedDataParallel``) keeps the pieces of ``model``'s parameters.
+    def attach(self, model: nn.Module, process_group: ProcessGroup | None = None) -> None:
+        """Tell MARS what it cannot see by itself: how FSDP1 and DDP spread ``model`` over the ranks.
 
-        FSDP1 cannot be asked without the model. Call it once after wrapping, before the first step, on every rank;
-        Accelerate and the Trainer do it by themselves once mars_dist is imported. It does nothing for any other
-        engine, and may be called again, also for a second model.
+        FSDP1 (``FullyShardedDataParallel``) cannot be asked where the pieces are without the model. Under DDP
+        (``DistributedDataParallel``) everything works without the call, but every rank orthogonalises every matrix;
+        with it each does its share, and hands the results to the others. Call it once after wrapping, before the
+        first step, on every rank; Accelerate, the Trainer and DeepSpeed do it by themselves once mars_dist is
+        imported. It does nothing for any other engine, and may be called again, also for a second model.
+
+        Args:
+            model: the wrapped model.
+            process_group: ranks that hold the same parameters and get the same gradients, where something else than
+                DDP sees to that.
 
         Raises:
             RuntimeError: when FSDP1 trains other parameters than those MARS was built with, does not look as in the
                 tested releases of torch, or wraps tensor parallelism.
         """
-        self._tables.attach(model, self.param_groups)
+        self._tables.attach(model, self.param_groups, process_group)
 
     # -------------------------------------------------------------------------------------------------- step
 
@@ -231,7 +244,7 @@ class MARS(Optimizer):
                     "For each step take the gradient of the next batch at the point before it: "
                     "see update_previous_grad() and update_last_grad()."
                 )
-            take_step(shards, self.settings)
+            take_step(shards, self.settings, self._tables.plans)
             if is_first_look:
                 self._tables.look_again([s.may_be_dry_run for s in shards])
             self.tensor_updates += sum(len(s.layout.segments) for s in shards if not s.lacks_gradient)

@@ -8,7 +8,6 @@ matrix. No value is read back to the host: scales, counters and the decision to 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,35 +17,14 @@ from torch.distributed import ProcessGroup
 from mars_dist import kernels
 from mars_dist.config import Settings
 from mars_dist.kernels import Block, Hyper, Scratch
-from mars_dist.maths.rules import Orthogonalizer, Rule, as_matrix, rule_for
-from mars_dist.sharding.layout import Layout, Segment
+from mars_dist.maths.rules import Rule, rule_for
+from mars_dist.matrices import Plans, move_matrices
+from mars_dist.pieces import Bucket, Piece, Shard
+from mars_dist.sharding.layout import Segment
 from mars_dist.sharding.norms import is_shared, sum_over_ranks
 from mars_dist.states import STEP
 
-# Elements per block. On a CPU the temporaries of a block should stay in the cache; on an accelerator a block bounds
-# the extra memory and should be large enough to make launches rare.
-BLOCK_NUMEL = {"cpu": 1 << 18}
-BLOCK_NUMEL_ACCELERATOR = 1 << 26
-
 Groups = tuple[ProcessGroup, ...]
-
-
-@dataclass
-class Shard:
-    """One tensor as the engine hands it over: this rank's part of one or of many parameters."""
-
-    param: Tensor
-    grad: Tensor
-    state: dict[str, Tensor]
-    group: Mapping[str, Any]
-    layout: Layout
-    # Checkpoint libraries and wrappers create states by a step on zero gradients, with lr 0 or at construction. Where
-    # this holds (a 0-dim bool tensor when lr is one), a tensor that has taken no step yet is left alone if every
-    # gradient of the call is zero.
-    may_be_dry_run: bool | Tensor = False
-    # This rank has no gradient (``grad`` is zero) where others that hold pieces of the same parameters may have one:
-    # the tensor is left alone if nobody has.
-    lacks_gradient: bool = False
 
 
 def rule_of(segment: Segment, group: Mapping[str, Any], settings: Settings) -> Rule:
@@ -74,67 +52,7 @@ def check_gradient(p: Tensor, grad: Tensor) -> None:
         )
 
 
-@dataclass
-class Piece:
-    """This rank's piece of one parameter in one step."""
-
-    shard: Shard
-    segment: Segment
-    clip: float | None
-    squared_norms: list[Tensor] = field(default_factory=list)
-    scale: Tensor | None = None
-
-    def is_flat(self) -> bool:
-        return all(t.is_contiguous() for t in (self.shard.param, self.shard.grad, *self.shard.state.values()))
-
-    def views(self, source: Tensor, limit: int) -> Sequence[Tensor]:
-        """This piece in ``source`` (value, gradient or state of a flat shard), cut to at most ``limit`` elements."""
-        s = self.segment
-        flat = source.view(-1)
-        if s.numel < flat.numel():
-            flat = flat[s.offset : s.offset + s.numel]
-        return flat.split(limit) if s.numel > limit else (flat,)
-
-
-@dataclass
-class Bucket:
-    """Pieces that share parameter group, rule, dtypes and device; ``masked``: tensors that may be left alone."""
-
-    rule: Rule
-    hyper: Hyper
-    masked: bool
-    pieces: list[Piece] = field(default_factory=list)
-
-    def blocks(self) -> list[Block]:
-        """Views of all non-empty pieces, packed into blocks of bounded size."""
-        blocks = [Block()]
-        filled = 0
-        for owner, piece in enumerate(self.pieces):
-            if piece.segment.numel == 0:
-                continue
-            shard = piece.shard
-            sources = {"value": shard.param, "grad": shard.grad}
-            wanted = ["exp_avg"] + ["prev_grad"] * self.rule.corrected + ["exp_avg_sq"] * self.rule.second_moment
-            wanted += ["max_exp_avg_sq"] * (self.rule.second_moment and shard.group["amsgrad"])
-            sources |= {key: shard.state[key] for key in wanted}
-            limit = BLOCK_NUMEL.get(shard.param.device.type, BLOCK_NUMEL_ACCELERATOR)
-            flat = piece.is_flat()
-            # Element-wise work on a whole tensor of any strides needs no flat view.
-            cut = {key: piece.views(tensor, limit) if flat else (tensor,) for key, tensor in sources.items()}
-            for i, view in enumerate(cut["value"]):
-                if filled and filled + view.numel() > limit:
-                    blocks.append(Block())
-                    filled = 0
-                filled += view.numel()
-                for key, views in cut.items():
-                    getattr(blocks[-1], key).append(views[i])
-                blocks[-1].step.append(shard.state[STEP])
-                blocks[-1].owner.append(owner)
-                blocks[-1].flat &= flat
-        return blocks if blocks[-1].value else blocks[:-1]
-
-
-def take_step(shards: Sequence[Shard], settings: Settings) -> None:
+def take_step(shards: Sequence[Shard], settings: Settings, plans: Plans) -> None:
     """One step of MARS, in place, over what the engine handed over in this call; the states exist already."""
     masked = settings.skip_nonfinite or any(s.may_be_dry_run is not False for s in shards)
     buckets, pieces = _buckets(shards, settings, masked)
@@ -161,8 +79,7 @@ def take_step(shards: Sequence[Shard], settings: Settings) -> None:
         }
         for block in its_blocks:
             kernels.update(block, bucket.rule, bucket.hyper, scratch, **per_tensor)
-        if bucket.rule.matrix_direction is not None:
-            _move_matrices(bucket, settings, taken if bucket.masked else {})
+    move_matrices(buckets, pieces, settings, taken, plans)
 
 
 def _buckets(shards: Sequence[Shard], settings: Settings, masked: bool) -> tuple[list[Bucket], list[Piece]]:
@@ -361,21 +278,3 @@ def _taken(
             ok = ok & real
         taken[id(s)] = ok
     return taken
-
-
-def _move_matrices(bucket: Bucket, settings: Settings, taken: dict[int, Tensor]) -> None:
-    assert bucket.rule.matrix_direction is not None
-    hyper = bucket.hyper
-    dtype = getattr(torch, settings.ns_dtype) if settings.ns_dtype else None
-    orthogonalize = Orthogonalizer(settings.orthogonalizer, settings.ns_steps, dtype)
-    for piece in bucket.pieces:
-        if piece.segment.numel == 0:
-            continue
-        s, shape = piece.segment, piece.segment.shape
-        value, exp_avg = (
-            t if t.shape == shape else t.view(-1)[s.offset : s.offset + s.numel].view(shape)
-            for t in (piece.shard.param, piece.shard.state["exp_avg"])
-        )
-        d = bucket.rule.matrix_direction(as_matrix(exp_avg), 1.0 - hyper.beta1, hyper.eps, orthogonalize)
-        lr = [taken[id(piece.shard)].double() * hyper.lr] if taken else hyper.lr
-        kernels.move([value], [d.reshape(shape)], None, lr, hyper.weight_decay)

@@ -14,12 +14,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mars_dist.agreement import New, check_over_ranks
+from mars_dist.agreement import New, check_over_ranks, pieces_of_all_ranks
 from mars_dist.config import Settings
+from mars_dist.matrices import Plans
 from mars_dist.sharding import fsdp1, torch_native
 from mars_dist.sharding.dtensor import is_dtensor, moved_from
 from mars_dist.sharding.layout import Layout
 from mars_dist.sharding.locate import locate, trainable_only
+from mars_dist.sharding.norms import is_shared
 from mars_dist.step import rule_of
 
 logger = logging.getLogger("mars_dist")
@@ -53,6 +55,7 @@ class Tables:
         self._named: dict[int, tuple[str, Callable[[], Tensor | None]]] = {}  # the same, by id
         self._shapes: dict[int, list[tuple[int, ...]]] = {}  # of the originals
         self._attached: dict[int, tuple[Tensor, Layout]] = {}
+        self._copied: dict[int, tuple[Callable[[], Tensor | None], dist.ProcessGroup]] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._looked_again = False
         self.forget()
@@ -61,6 +64,7 @@ class Tables:
         """Find every layout anew: the groups or the settings have changed."""
         self._layouts: dict[int, tuple[Callable[[], Tensor | None], Layout]] = {}
         self._rules: dict[tuple[int, int, str], tuple[str, tuple[int, ...]]] = {}
+        self.plans = Plans()
         self._logged = False
         self._trainable: int | None = None  # how many tensors will be stepped in all, once it is known
 
@@ -72,7 +76,7 @@ class Tables:
         unknown = not self._looked_again and any(isinstance(dry, Tensor) for dry in may_be_dry_run)
         if dtensors and (unknown or any(dry is True for dry in may_be_dry_run)):
             self._looked_again = True
-            self._layouts = {}
+            self._layouts, self.plans = {}, Plans()
 
     def constructed_as(self, group: dict[str, Any]) -> bool:
         """Whether the tensors in ``group`` are the parameters it was constructed with."""
@@ -89,9 +93,10 @@ class Tables:
         self._shapes[number] = [tuple(p.shape) for p in params]
         self._named |= {id(p): pair for p, pair in zip(params, self.originals[number], strict=True)}
 
-    def attach(self, model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
+    def attach(self, model: nn.Module, groups: Sequence[dict[str, Any]], copies: dist.ProcessGroup | None) -> None:
         """Keep the layouts of the parameters of ``model`` that FSDP1 owns; ``groups`` must have some of them."""
         found = {id(p): (p, layout) for p, layout in fsdp1.layouts(model)}
+        self._copied |= {id(p): (_hold(p), group) for p, group in torch_native.copies(model, copies)}
         ours = {id(p) for group in groups for p in group["params"]}
         if found and not ours & found.keys():
             raise RuntimeError(
@@ -141,9 +146,12 @@ class Tables:
                 layout = self._with_known_groups(self._build(group, position, p))
                 layout = replace(layout, gradient_placements=moved_from(p))
                 rules = [rule_of(segment, group, settings) for segment in layout.segments]
+                if any(rule.whole_matrix for rule in rules):
+                    layout = self._shared_out(layout, p, group[GROUP_ID])
                 new.append(New(p, group, layout, rules))
         if new:
             check_over_ranks(new, settings)
+            new = pieces_of_all_ranks(new, self._groups)
         for tensor in new:
             self._layouts[id(tensor.param)] = (_hold(tensor.param), tensor.layout)
             for segment, rule in zip(tensor.layout.segments, tensor.rules, strict=True):
@@ -166,6 +174,19 @@ class Tables:
             for groups in (layout.process_groups, layout.replicas)
         ]
         return replace(layout, process_groups=one[0], replicas=one[1])
+
+    def _shared_out(self, layout: Layout, p: Tensor, number: int) -> Layout:
+        """``layout`` of a whole matrix, with the ranks that share out its work, if there are some.
+
+        All of them join every step: one that has no gradient must not leave the others waiting for its results.
+        """
+        name = layout.segments[0].name
+        candidates = [p, *(original for its, original in self._constructed_with(number) if its == name)]
+        known = [self._copied[id(t)] for t in candidates if id(t) in self._copied]
+        copies = layout.copies or next((group for hold, group in known if hold() is not None), None)
+        if copies is None or layout.process_groups or not is_shared(copies):
+            return replace(layout, copies=None)
+        return replace(layout, copies=copies, always_joins=True)
 
     def is_seen(self, p: Tensor) -> bool:
         return id(p) in self._layouts and self._layouts[id(p)][0]() is p

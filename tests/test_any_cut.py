@@ -113,8 +113,8 @@ def run_sharded(scenario: Scenario, p0: list[Tensor], gradients: list[list[Tenso
             failures.append(error)
             ranks.barrier.abort()
 
-    saved = step.sum_over_ranks, step.BLOCK_NUMEL["cpu"]
-    step.sum_over_ranks, step.BLOCK_NUMEL["cpu"] = ranks.sum, block
+    saved = step.sum_over_ranks, pieces.BLOCK_NUMEL["cpu"]
+    step.sum_over_ranks, pieces.BLOCK_NUMEL["cpu"] = ranks.sum, block
     try:
         threads = [threading.Thread(target=rank, args=(r,)) for r in range(scenario.world_size)]
         for thread in threads:
@@ -122,7 +122,7 @@ def run_sharded(scenario: Scenario, p0: list[Tensor], gradients: list[list[Tenso
         for thread in threads:
             thread.join()
     finally:
-        step.sum_over_ranks, step.BLOCK_NUMEL["cpu"] = saved
+        step.sum_over_ranks, pieces.BLOCK_NUMEL["cpu"] = saved
     if failures:
         raise failures[0]
     assert all(n <= STEPS for n in ranks.calls.values()), "more than one all-reduce in a step"

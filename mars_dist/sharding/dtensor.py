@@ -126,8 +126,12 @@ def locate(name: str, param: Any) -> Layout:
         return Layout((_segment(name, shape, (0,), (0,)),), (), engine)
     groups = tuple(mesh.get_group(i) for i in cuts)
     replicas = tuple(mesh.get_group(i) for i in range(mesh.ndim) if i not in cuts)
+    ranks: tuple[int, ...] = ()
+    if len(cuts) > 1:  # those that differ from this one in the dimensions that cut
+        mine = tuple(slice(None) if i in cuts else at for i, at in enumerate(mesh.get_coordinate()))
+        ranks = tuple(mesh.mesh[mine].flatten().tolist())
     segments = (_segment(name, shape, sizes, offsets),)
-    return Layout(segments, groups, engine, fault, always_joins=True, replicas=replicas)
+    return Layout(segments, groups, engine, fault, always_joins=True, replicas=replicas, ranks=ranks)
 
 
 def _sizes_and_offsets(shape: Any, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

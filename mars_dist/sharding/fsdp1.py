@@ -80,6 +80,7 @@ def _of_unit(path: str, handle: Any) -> Iterator[tuple[Tensor, Layout]]:
         )
     sharded = handle.uses_sharded_strategy
     groups = (handle.process_group,) if sharded else ()
+    copies = None if sharded else handle.process_group
     segments = []
     for name, shape, info in zip(names, flat._shapes, flat._shard_param_infos, strict=True):
         shape = tuple(shape)
@@ -90,13 +91,15 @@ def _of_unit(path: str, handle: Any) -> Iterator[tuple[Tensor, Layout]]:
         segments.append(Segment(name, shape, start, start + info.numel_in_shard, info.offset_in_shard))
     if not handle._use_orig_params:
         fault = _fault(segments, flat)
-        yield flat, Layout(tuple(segments), groups, ENGINE, fault, always_joins=sharded, held=flat.numel())
+        held = flat.numel()
+        yield flat, Layout(tuple(segments), groups, ENGINE, fault, always_joins=sharded, held=held, copies=copies)
         return
     unit = id(handle) if sharded else None
     for param, s in zip(flat._params, segments, strict=True):
         segment = Segment(s.name, s.shape, s.start, s.stop, 0)
         fault = _fault([segment], param, exact=True)
-        yield param, Layout((segment,), groups, ENGINE, fault, sharded, unit=unit, held=param.numel())
+        held = param.numel()
+        yield param, Layout((segment,), groups, ENGINE, fault, sharded, unit=unit, held=held, copies=copies)
 
 
 def _clean(name: str) -> str:

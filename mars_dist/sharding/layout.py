@@ -65,6 +65,11 @@ class Layout:
         unit: which tensors' states are saved together, so that all of them must show the same ones (FSDP1 with
             original parameters): one number for each FSDP1 unit that cuts its parameters, None elsewhere.
         held: how many elements the engine hands over between steps, where it can show others (FSDP1); else None.
+        ranks: all ranks that hold pieces, where that takes more than one process group; () elsewhere.
+        copies: ranks that hold the same whole tensors and step alike (DDP), if MARS was told of them: they share out
+            the work of the matrix rules.
+        together: the one group of all ranks that hold pieces, and ``on_ranks[r]`` the segments of its rank r: known of
+            tensors with matrices, once they are checked.
     """
 
     segments: tuple[Segment, ...]
@@ -76,6 +81,10 @@ class Layout:
     gradient_placements: Any = None
     unit: int | None = None
     held: int | None = None
+    ranks: tuple[int, ...] = ()
+    copies: ProcessGroup | None = None
+    together: ProcessGroup | None = None
+    on_ranks: tuple[tuple[Segment, ...], ...] = ()
 
 
 def whole(name: str, param: torch.Tensor, engine: str = WHOLE) -> Layout:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import sys
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mars_dist.sharding import dtensor, fsdp1
 from mars_dist.sharding.layout import Layout, whole
@@ -20,6 +24,18 @@ def locate(name: str, param: Tensor) -> Layout:
     if fsdp1.is_fsdp1(param):
         raise fsdp1.refusal(name)
     return whole(name, param)
+
+
+def copies(model: nn.Module, process_group: ProcessGroup | None) -> Iterator[tuple[Tensor, ProcessGroup]]:
+    """The parameters of ``model`` that the ranks of a process group hold alike: that of DDP, or ``process_group``."""
+    if process_group is not None:
+        # DeepSpeed marks experts, of which a rank has its own.
+        yield from ((p, process_group) for p in model.parameters() if getattr(p, "allreduce", True))
+    parallel = sys.modules["torch.nn.parallel"].DistributedDataParallel
+    for module in model.modules():
+        if isinstance(module, parallel):
+            named = module.module.named_parameters()
+            yield from ((p, module.process_group) for n, p in named if n not in module.parameters_to_ignore)
 
 
 def is_sharded(param: Tensor) -> bool:
