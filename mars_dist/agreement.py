@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mars_dist.config import GROUP_DEFAULTS, Settings
-from mars_dist.maths.rules import Rule
+from mars_dist.maths.rules import MatrixForm, Rule
 from mars_dist.sharding.layout import WHOLE, Layout, Segment
 from mars_dist.sharding.norms import FAULT, check_same, is_shared, segments_of_ranks
 
@@ -86,6 +86,9 @@ def _unsupported(tensor: New, settings: Settings) -> str:
             f"exact mode (is_approx=False) is not supported under {layout.engine} yet, where the gradients of the next "
             "batch do not reach the optimizer: use it on one process or under DDP in float32, or is_approx=True here."
         )
+    for segment, rule in zip(layout.segments, tensor.rules, strict=True):
+        if rule.whole_matrix and (fault := MatrixForm.of(tensor.group).fault(segment.shape)):
+            return f"{segment.name}: {fault}."
     return ""
 
 

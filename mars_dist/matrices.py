@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from mars_dist import kernels
 from mars_dist.config import Settings
-from mars_dist.maths.rules import Orthogonalizer
+from mars_dist.maths.rules import MatrixForm, Orthogonalizer
 from mars_dist.pieces import Bucket, Piece
 from mars_dist.sharding.assemble import Exchange, Matrix, Part, Plan, make_plan, matrices_of
 from mars_dist.sharding.norms import check_same, communication_device, is_shared
@@ -141,10 +141,11 @@ class _Round:
         for numbers, buffer in batches:
             bucket = self.job.buckets[self.plan.matrices[numbers[0]].source]
             rule, hyper = bucket.rule, bucket.hyper
+            form = MatrixForm.of(bucket.pieces[0].shard.group)
             assert rule.matrix_direction is not None
             rows, cols = self.plan.matrices[numbers[0]].sides
             directions = rule.matrix_direction(
-                buffer.view(-1, rows, cols), 1.0 - hyper.beta1, hyper.eps, self.orthogonalize
+                buffer.view(-1, rows, cols), 1.0 - hyper.beta1, hyper.eps, self.orthogonalize, form
             )
             whole |= zip(numbers, directions.view(buffer.shape).unbind(), strict=True)
         self.exchange.hand_out(whole, self._take)

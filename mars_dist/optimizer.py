@@ -26,9 +26,9 @@ from mars_dist.config import (
 from mars_dist.pieces import Shard
 from mars_dist.saving import complete_units, undo_units, warn_of_other_values
 from mars_dist.sharding.dtensor import copy_as, is_dtensor, local, local_gradient
-from mars_dist.sharding.layout import COPIES, Segment
+from mars_dist.sharding.layout import COPIES
 from mars_dist.step import check_gradient, learning_rate, rule_of, take_step
-from mars_dist.tables import GROUP_ID, Tables
+from mars_dist.tables import GROUP_ID, Tables, check_last_group, shapes_and_rules
 
 logger = logging.getLogger("mars_dist")
 
@@ -94,12 +94,16 @@ class MARS(Optimizer):
         maximize: ascend instead of descend.
         matrix_buffer_mb: matrix variants: the MiB of whole matrices, and of pieces to send, that a rank holds at once
             (at least one matrix). A smaller number takes more rounds of messages.
+        fan_in_fan_out, matrix_parts: how matrices are held, for the matrix variants only (the others ignore it): as
+            (in, out), as by transformers' Conv1D, so that the scale takes the transposed shape; and how many matrices
+            of equal size lie side by side along the outputs (fused query, key and value: 3), each a matrix of its own.
 
     State per tensor: ``step`` (0-dim), ``exp_avg``, and what its rule needs of ``exp_avg_sq``, ``max_exp_avg_sq`` and
     ``prev_grad`` (h, in the gradient's dtype, never sharing memory with a gradient). Created at the first step.
 
     Raises:
-        ValueError, TypeError: for a value out of range or an unknown keyword, naming it and the nearest known one.
+        ValueError, TypeError: for a value out of range or an unknown keyword, naming it and the nearest known one;
+            for ``matrix_parts`` that do not divide a matrix (RuntimeError where only the first step knows its shape).
         RuntimeError: in ``step()`` for sparse or complex gradients, or when an engine hands over tensors whose shapes
             cannot be known; MARS never falls back to AdamW silently.
     """
@@ -130,6 +134,8 @@ class MARS(Optimizer):
         use_mars: bool | None = None,
         maximize: bool = False,
         matrix_buffer_mb: float = 256.0,
+        fan_in_fan_out: bool = False,
+        matrix_parts: int = 1,
         **unknown: Any,
     ) -> None:
         check_keywords(unknown, KEYWORDS)
@@ -158,6 +164,8 @@ class MARS(Optimizer):
             "clip": clip,
             "use_mars": use_mars,
             "maximize": maximize,
+            "fan_in_fan_out": fan_in_fan_out,
+            "matrix_parts": matrix_parts,
         }
         assert defaults.keys() == GROUP_DEFAULTS.keys()
         self._tables = Tables()
@@ -179,6 +187,7 @@ class MARS(Optimizer):
         group = resolve_group(param_group, self.defaults)
         group[GROUP_ID] = len(self._tables.originals)
         super().add_param_group(group)
+        check_last_group(self.param_groups, self.settings)
         self._tables.remember(group)
 
     def attach(self, model: nn.Module, process_group: ProcessGroup | None = None) -> None:
@@ -358,8 +367,7 @@ class MARS(Optimizer):
         """The largest number of states, without ``step``, that a tensor of a group's parameters together will have."""
         most = 0
         for group in self.param_groups:
-            shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in group["params"] if p.requires_grad]
-            rules = [rule_of(Segment("", shape, 0, 0, 0), group, self.settings) for shape in shapes]
+            rules = [rule for p, _, rule in shapes_and_rules(group, self.settings) if p.requires_grad]
             most = max(most, len(states.needed(rules, group["amsgrad"])))
         return most
 

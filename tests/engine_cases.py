@@ -142,7 +142,7 @@ def setup(case: EngineCase) -> tuple[nn.Module, Built, Any, dict[str, Tensor]]:
         theirs = {clean(name): p for name, p in built.wrapped.named_parameters()}
         for group in optimizer.param_groups:
             group["params"] = [theirs[clean(name)] for name in group["param_names"]]
-    if case.attach and case.engine == "fsdp1":
+    if case.attach and case.engine in ("fsdp1", "ddp"):
         optimizer.attach(built.wrapped)
     if case.before:
         BEFORE[case.before](built, optimizer)
@@ -212,7 +212,7 @@ def successor(case: EngineCase, built: Built, optimizer: Any) -> Any:
     saved: Any = get_optimizer_state_dict(built.wrapped, optimizer) if case.by_torch else optimizer.state_dict()
     saved = copy.deepcopy(saved)
     new = optimizer_for(case, built.model)
-    if case.attach and case.engine == "fsdp1":
+    if case.attach and case.engine in ("fsdp1", "ddp"):
         new.attach(built.wrapped)
     if case.by_torch:
         set_optimizer_state_dict(built.wrapped, new, saved)

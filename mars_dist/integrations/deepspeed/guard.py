@@ -93,6 +93,8 @@ def _when_it_takes_the_optimizer(original: Callable[..., Any], engine: Any, opti
         # DeepSpeed makes its flats of exactly these, right after this call.
         parameters = [("", p) for group in optimizer.param_groups for p in group["params"]]
         setattr(engine, EXPECTED, len(trainable_only(parameters)))
+        if engine.zero_optimization_stage() == 0:  # every rank holds everything
+            optimizer.attach(engine.module, engine.seq_data_parallel_group)
     return original(engine, optimizer)
 
 
