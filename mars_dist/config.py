@@ -45,6 +45,7 @@ GROUP_DEFAULTS: dict[str, Any] = {
     "clip": 1.0,
     "use_mars": None,
     "maximize": False,
+    "one_state": None,
     "fan_in_fan_out": False,
     "matrix_parts": 1,
 }
@@ -164,6 +165,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     for name in ("amsgrad", "optimize_1d", "maximize", "fan_in_fan_out"):
         _boolean(name, group[name])
     _whole_number("matrix_parts", group["matrix_parts"])
+    if group["one_state"] is not None and not isinstance(group["one_state"], bool):
+        raise ValueError(f"one_state must be True, False or None (= where it is the same), got {group['one_state']!r}")
     if group["use_mars"] is not None and not isinstance(group["use_mars"], bool):
         raise ValueError(f"use_mars must be True, False or None (= by the tensor's shape), got {group['use_mars']!r}")
 

@@ -179,8 +179,13 @@ class _Round:
         return tensor.view(-1)[first : first + part.numel]
 
     def _momentum(self, number: int, part: Part) -> Tensor:
-        piece = self.job.pieces[self.plan.matrices[number].source]
-        return self._local(piece.shard.state["exp_avg"].contiguous(), number, part)
+        source = self.plan.matrices[number].source
+        shard, hyper = self.job.pieces[source].shard, self.job.buckets[source].hyper
+        kept = self._local(shard.state["exp_avg"].contiguous(), number, part)
+        if not hyper.one_state:
+            return kept
+        gradient = self._local(shard.grad.contiguous(), number, part)
+        return kept.add(gradient, alpha=-hyper.gamma if hyper.maximize else hyper.gamma)
 
     def _take(self, number: int, part: Part, direction: Tensor) -> None:
         source = self.plan.matrices[number].source

@@ -23,6 +23,7 @@ from mars_dist.config import (
     resolve_defaults,
     resolve_group,
 )
+from mars_dist.one_state import check_form, choose_form
 from mars_dist.pieces import Shard
 from mars_dist.saving import complete_units, undo_units, warn_of_other_values
 from mars_dist.sharding.dtensor import copy_as, is_dtensor, local, local_gradient
@@ -94,6 +95,9 @@ class MARS(Optimizer):
         maximize: ascend instead of descend.
         matrix_buffer_mb: matrix variants: the MiB of whole matrices, and of pieces to send, that a rank holds at once
             (at least one matrix). A smaller number takes more rounds of messages.
+        one_state: without ``clip`` (and with a constant gamma, approximate h, ``first_step="reference"``) mars-lion
+            and the matrix variants need no previous gradient: ``exp_avg`` then holds the momentum less gamma * g.
+            None does that where it is the same; False keeps the previous gradient.
         fan_in_fan_out, matrix_parts: how matrices are held, for the matrix variants only (the others ignore it): as
             (in, out), as by transformers' Conv1D, so that the scale takes the transposed shape; and how many matrices
             of equal size lie side by side along the outputs (fused query, key and value: 3), each a matrix of its own.
@@ -134,6 +138,7 @@ class MARS(Optimizer):
         use_mars: bool | None = None,
         maximize: bool = False,
         matrix_buffer_mb: float = 256.0,
+        one_state: bool | None = None,
         fan_in_fan_out: bool = False,
         matrix_parts: int = 1,
         **unknown: Any,
@@ -164,6 +169,7 @@ class MARS(Optimizer):
             "clip": clip,
             "use_mars": use_mars,
             "maximize": maximize,
+            "one_state": one_state,
             "fan_in_fan_out": fan_in_fan_out,
             "matrix_parts": matrix_parts,
         }
@@ -186,6 +192,7 @@ class MARS(Optimizer):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         group = resolve_group(param_group, self.defaults)
         group[GROUP_ID] = len(self._tables.originals)
+        choose_form(group, self.settings)
         super().add_param_group(group)
         check_last_group(self.param_groups, self.settings)
         self._tables.remember(group)
@@ -240,6 +247,8 @@ class MARS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            check_form(group, self.settings, began=any(p in self.state for p in group["params"]))
         is_first_look = self._find()
         shards = []
         for group in self.param_groups:
@@ -291,7 +300,7 @@ class MARS(Optimizer):
         state = self.state[p] if p.grad is not None or grad.numel() or p in self.state else {}
         is_new = not state
         rules = [rule_of(segment, group, self.settings) for segment in layout.segments]
-        states.ensure(state, p, grad, rules, group["amsgrad"])
+        states.ensure(state, p, grad, rules, group["amsgrad"], group["one_state"])
         may_be_dry_run: bool | Tensor = False
         if layout.engine == COPIES:
             may_be_dry_run = is_new
@@ -368,7 +377,7 @@ class MARS(Optimizer):
         most = 0
         for group in self.param_groups:
             rules = [rule for p, _, rule in shapes_and_rules(group, self.settings) if p.requires_grad]
-            most = max(most, len(states.needed(rules, group["amsgrad"])))
+            most = max(most, len(states.needed(rules, group["amsgrad"], group["one_state"])))
         return most
 
     # ------------------------------------------------------------------------------------- saving and loading
@@ -421,6 +430,8 @@ class MARS(Optimizer):
         for group, was, loaded in zip(self.param_groups, before, state_dict["param_groups"], strict=True):
             # What the file does not say stays as this group had it (the file of another optimizer, say).
             group |= {key: was[key] for key in self.defaults if key in was and key not in loaded}
+            if "one_state" not in loaded and any("prev_grad" in self.state.get(p, ()) for p in group["params"]):
+                group["one_state"] = False
             if "weight_decay_1d" not in loaded and isinstance(self.defaults["weight_decay_1d"], Default):
                 group["weight_decay_1d"] = loaded.get("weight_decay", was["weight_decay_1d"])
             group[GROUP_ID] = was[GROUP_ID]

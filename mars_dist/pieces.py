@@ -78,7 +78,11 @@ class Bucket:
                 continue
             shard = piece.shard
             sources = {"value": shard.param, "grad": shard.grad}
-            wanted = ["exp_avg"] + ["prev_grad"] * self.rule.corrected + ["exp_avg_sq"] * self.rule.second_moment
+            wanted = (
+                ["exp_avg"]
+                + ["prev_grad"] * (self.rule.corrected and not self.hyper.one_state)
+                + ["exp_avg_sq"] * self.rule.second_moment
+            )
             wanted += ["max_exp_avg_sq"] * (self.rule.second_moment and shard.group["amsgrad"])
             sources |= {key: shard.state[key] for key in wanted}
             limit = BLOCK_NUMEL.get(shard.param.device.type, BLOCK_NUMEL_ACCELERATOR)

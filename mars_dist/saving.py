@@ -53,7 +53,8 @@ def _in_units(groups: Groups, tables: Tables, settings: Settings) -> Iterator[tu
             if layout is None or layout.unit is None or not p.requires_grad:
                 continue
             keys, members = units.setdefault(layout.unit, (set(), []))
-            keys |= set(states.needed([rule_of(s, group, settings) for s in layout.segments], group["amsgrad"]))
+            rules = [rule_of(s, group, settings) for s in layout.segments]
+            keys |= set(states.needed(rules, group["amsgrad"], group["one_state"]))
             members.append(p)
     for keys, members in units.values():
         yield from ((member, keys) for member in members)

@@ -6,7 +6,7 @@
 | exp_avg | always | the parameter's, float32 for half-precision parameters |
 | exp_avg_sq | a rule with a second moment | as exp_avg |
 | max_exp_avg_sq | the same, with amsgrad | as exp_avg |
-| prev_grad | a rule with the gradient correction | the gradient's: the copy is exact |
+| prev_grad | a rule with the gradient correction, but for one_state.py | the gradient's: the copy is exact |
 | next_prev_grad | exact mode, between update_previous_grad() and update_last_grad() | as prev_grad |
 
 A state has the shape of the tensor that the engine hands to the optimizer (under ZeRO the flat partition: DeepSpeed
@@ -26,19 +26,21 @@ from mars_dist.maths.rules import Rule
 STEP = "step"
 
 
-def needed(rules: Iterable[Rule], amsgrad: bool) -> list[str]:
+def needed(rules: Iterable[Rule], amsgrad: bool, one_state: bool = False) -> list[str]:
     """The states, beside ``step``, of a tensor whose pieces take ``rules``."""
     rules = list(rules)
     second = any(r.second_moment for r in rules)
     keys = ["exp_avg"] + ["exp_avg_sq"] * second + ["max_exp_avg_sq"] * (second and amsgrad)
-    return keys + ["prev_grad"] * any(r.corrected for r in rules)
+    return keys + ["prev_grad"] * any(r.corrected and not (one_state and r.can_keep_one_state) for r in rules)
 
 
-def ensure(state: dict[str, Any], param: Tensor, grad: Tensor, rules: Iterable[Rule], amsgrad: bool) -> None:
+def ensure(
+    state: dict[str, Any], param: Tensor, grad: Tensor, rules: Iterable[Rule], amsgrad: bool, one_state: bool = False
+) -> None:
     """Create what ``rules`` need for ``param`` and is not there yet, as zeros."""
     if STEP not in state:
         state[STEP] = torch.zeros((), dtype=torch.float32, device=param.device)
-    for key in needed(rules, amsgrad):
+    for key in needed(rules, amsgrad, one_state):
         if key not in state:
             dtype = grad.dtype if key == "prev_grad" else torch.promote_types(param.dtype, torch.float32)
             state[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)

@@ -135,6 +135,8 @@ def _hyper(group: Mapping[str, Any], rule: Rule, settings: Settings) -> Hyper:
         maximize=group["maximize"],
         first_step_is_paper=settings.first_step == "paper",
         keep_gradient=settings.is_approx,
+        one_state=group["one_state"] and rule.can_keep_one_state,
+        gamma=group["gamma"],
     )
 
 

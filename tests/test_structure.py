@@ -24,12 +24,13 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"maths"},
     "states": {"maths"},
     "pieces": {"kernels", "maths", "sharding", "states"},
+    "one_state": {"maths", "config"},
     "matrices": {"pieces", "kernels", "maths", "sharding", "config"},
     "step": {"matrices", "pieces", "kernels", "maths", "sharding", "states", "config"},
     "agreement": {"maths", "sharding", "config"},
     "tables": {"agreement", "matrices", "step", "maths", "sharding", "config", "log"},
     "saving": {"tables", "step", "states", "sharding", "config", "log"},
-    "optimizer": {"saving", "tables", "step", "pieces", "states", "sharding", "config", "log"},
+    "optimizer": {"saving", "tables", "step", "pieces", "one_state", "states", "sharding", "config", "log"},
     "integrations": {"optimizer", "tables", "step", "states", "maths", "sharding", "config", "log", "versions"},
 }
 BELOW_THE_OPTIMIZER = {
@@ -41,6 +42,7 @@ BELOW_THE_OPTIMIZER = {
     "kernels",
     "states",
     "pieces",
+    "one_state",
     "matrices",
     "step",
     "agreement",

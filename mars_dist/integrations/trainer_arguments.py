@@ -79,6 +79,8 @@ KINDS: dict[str, _Kind] = {
     "matrix_parts": (_whole, "a whole number"),
     "is_approx": BOOLEAN,
     "skip_nonfinite": BOOLEAN,
+    "one_state": (_or_none(_boolean), "True, False, or None for where it is the same"),
+    "matrix_buffer_mb": NUMBER,
     "use_mars": (_or_none(_boolean), "True, False, or None for by shape"),
     "ns_steps": (_whole, "a whole number"),
     "matrix_ndim": (_ranks, "a whole number, or several with + between them, for example 2+3"),

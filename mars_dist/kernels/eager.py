@@ -30,6 +30,8 @@ class Hyper:
     maximize: bool = False
     first_step_is_paper: bool = False  # h = g at the first step of a tensor, instead of 0
     keep_gradient: bool = True  # h := g after the step (approximate mode)
+    one_state: bool = False  # no h: exp_avg lacks gamma * g of the momentum (one_state.py)
+    gamma: float = 0.0
 
 
 @dataclass
@@ -145,6 +147,13 @@ def _foreach_update(block: Block, c: Tensors, rule: Rule, hyper: Hyper, scratch:
         weight2 = [n * (1.0 - hyper.beta2) for n in counts]
         lr = [n * hyper.lr for n in counts]
 
+    ahead: Tensors = []
+    if hyper.one_state:
+        if rule.direction is not None:
+            ahead = scratch.like(block.value, 1)
+            torch._foreach_copy_(ahead, c)
+            torch._foreach_mul_(ahead, hyper.gamma)
+        torch._foreach_mul_(c, 1.0 - hyper.gamma)
     if rule.direction is None:
         lerp_(block.exp_avg, c, weight1)
     else:
@@ -159,6 +168,7 @@ def _foreach_update(block: Block, c: Tensors, rule: Rule, hyper: Hyper, scratch:
             correction2=correction2,
             eps=hyper.eps,
             scratch=scratch.like(block.value, 1),
+            ahead=ahead,
         )
         move(block.value, *rule.direction(c, moments), lr, hyper.weight_decay)
 

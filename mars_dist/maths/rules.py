@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Moments:
     correction2: Tensors
     eps: float
     scratch: Tensors  # float tensors of the same sizes to write into
+    ahead: Tensors = field(default_factory=list)  # what ``exp_avg`` lacks of the momentum (one_state.py)
 
 
 # d = numerator / denominator, tensor by tensor; no denominator is 1. Kept apart so that the last division can be
@@ -78,6 +79,11 @@ class Rule:
     @property
     def whole_matrix(self) -> bool:
         return self.matrix_direction is not None
+
+    @property
+    def can_keep_one_state(self) -> bool:
+        """Its momentum is all that c goes into: without the clip it needs no previous gradient (one_state.py)."""
+        return self.corrected and not self.second_moment
 
     @property
     def is_adamw(self) -> bool:
@@ -181,6 +187,8 @@ def lion_direction(c: Tensors, s: Moments) -> Direction:
     """d = sign(m), with m the moment of c. sign(0) = sign(NaN) = 0, as in the authors' code."""
     lerp_(s.exp_avg, c, s.weight1)
     torch._foreach_copy_(c, s.exp_avg)
+    if s.ahead:
+        torch._foreach_add_(c, s.ahead)
     torch._foreach_sign_(c)
     return c, None
 
