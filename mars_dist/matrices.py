@@ -21,14 +21,32 @@ from mars_dist.config import Settings
 from mars_dist.maths.rules import MatrixForm, Orthogonalizer
 from mars_dist.pieces import Bucket, Piece
 from mars_dist.sharding.assemble import Exchange, Matrix, Part, Plan, make_plan, matrices_of
+from mars_dist.sharding.layout import Layout
 from mars_dist.sharding.norms import check_same, communication_device, is_shared
+
+# Which tensors have a gradient may change from step to step where nothing is shared: then so many plans are kept.
+MOST_LOCAL_PLANS = 32
 
 
 @dataclass
 class Plans:
-    """The plans of an optimizer, by process group and tensors. Forgotten when a layout is found anew."""
+    """The rounds of an optimizer's plans, by process group and tensors. Forgotten when a layout is found anew."""
 
-    known: dict[Any, Plan] = field(default_factory=dict)
+    shared: dict[Any, tuple[list[Exchange], list[Layout]]] = field(default_factory=dict)
+    local: dict[Any, tuple[list[Exchange], list[Layout]]] = field(default_factory=dict)
+
+    def rounds(self, job: Job, settings: Settings) -> list[Exchange]:
+        """Those of ``job``. Where they are new and ranks share them, one small all-reduce and host read."""
+        known = self.local if job.group is None else self.shared
+        dtype, device = _sent_as(job, settings), _device(job)
+        key = (job.group, dtype, device, tuple((id(p.shard.layout), p.segment.name) for p in job.pieces))
+        if key not in known:
+            if len(self.local) >= MOST_LOCAL_PLANS:
+                self.local.clear()
+            plan = _plan(job, settings)
+            exchanges = [Exchange(plan, chosen, job.group, dtype, device) for chosen in plan.rounds]
+            known[key] = exchanges, [p.shard.layout for p in job.pieces]  # while they live, their ids are theirs
+        return known[key][0]
 
 
 @dataclass(frozen=True)
@@ -54,12 +72,8 @@ def move_matrices(
     broadcast from each owner where the ranks hold copies; nothing for matrices that one rank holds whole.
     """
     for job in _jobs(buckets, pieces):
-        key = (job.group, tuple((id(p.shard.layout), p.segment.name) for p in job.pieces))
-        plan = plans.known.get(key)
-        if plan is None:
-            plan = plans.known[key] = _plan(job, settings)
-        for chosen in plan.rounds:
-            _Round(job, plan, chosen, settings, taken).run()
+        for exchange in plans.rounds(job, settings):
+            _Round(job, exchange, settings, taken).run()
 
 
 def _jobs(buckets: Sequence[Bucket], pieces: Sequence[Piece]) -> list[Job]:
@@ -124,12 +138,8 @@ def _device(job: Job) -> torch.device:
 class _Round:
     """One round of a job."""
 
-    def __init__(
-        self, job: Job, plan: Plan, chosen: Sequence[int], settings: Settings, taken: dict[int, Tensor]
-    ) -> None:
-        self.job, self.plan, self.taken = job, plan, taken
-        self.device = _device(job)
-        self.exchange = Exchange(plan, chosen, job.group, _sent_as(job, settings), self.device)
+    def __init__(self, job: Job, exchange: Exchange, settings: Settings, taken: dict[int, Tensor]) -> None:
+        self.job, self.plan, self.exchange, self.taken = job, exchange.plan, exchange, taken
         ns_dtype = getattr(torch, settings.ns_dtype) if settings.ns_dtype else None
         self.orthogonalize = Orthogonalizer(settings.orthogonalizer, settings.ns_steps, ns_dtype)
         self.moves: dict[int, tuple[Bucket, list[tuple[Piece, Tensor, Tensor]]]] = {}
@@ -148,7 +158,8 @@ class _Round:
                 buffer.view(-1, rows, cols), 1.0 - hyper.beta1, hyper.eps, self.orthogonalize, form
             )
             whole |= zip(numbers, directions.view(buffer.shape).unbind(), strict=True)
-        self.exchange.hand_out(whole, self._take)
+        for number, part, direction in self.exchange.hand_out(whole):
+            self._take(number, part, direction)
         self._move()
 
     def _buffers(self) -> tuple[dict[int, Tensor], list[tuple[list[int], Tensor]]]:
@@ -161,7 +172,7 @@ class _Round:
         whole: dict[int, Tensor] = {}
         batches = []
         for (_, dtype, shape), numbers in alike.items():
-            buffer = torch.empty((len(numbers), *shape), dtype=dtype, device=self.device)
+            buffer = torch.empty((len(numbers), *shape), dtype=dtype, device=self.exchange.device)
             batches.append((numbers, buffer))
             whole |= zip(numbers, buffer.unbind(), strict=True)
         return whole, batches

@@ -198,7 +198,7 @@ def _rounds(
 
 
 class Exchange:
-    """The collectives of one round of a plan.
+    """The collectives of one round of a plan. Holds no data: it is made once and used in every step.
 
     Args:
         plan, chosen: the plan, and the numbers of the round's matrices.
@@ -212,13 +212,18 @@ class Exchange:
         self.plan, self.group, self.dtype, self.device = plan, group, dtype, device
         self.rank = 0 if group is None else dist.get_rank(group)
         self.mine = [i for i in chosen if plan.owners[i] == self.rank]
-        self.moving = [i for i in chosen if group is not None and (plan.copies or plan.travels(i))]
-        ranks = range(plan.world_size)
-        # What goes between this rank and each other one, in the order of the round on both sides.
-        self.to_owner: list[list[tuple[int, Part]]] = [[] for _ in ranks]
-        self.to_me: list[list[tuple[int, Part]]] = [[] for _ in ranks]
-        for i in () if plan.copies else self.moving:
+        moving = [i for i in chosen if group is not None and (plan.copies or plan.travels(i))]
+        self.travels = bool(moving)
+        # What stays on this rank, and what goes between it and each other one, in the same order on both sides.
+        self.stays: Entries = [(i, part) for i in self.mine if (part := plan.matrices[i].part_of(self.rank))]
+        self.to_owner: list[Entries] = [[] for _ in range(plan.world_size)]
+        self.to_me: list[Entries] = [[] for _ in range(plan.world_size)]
+        self.results: list[Entries] = [[] for _ in range(plan.world_size)]  # of each owner, where there are copies
+        for i in moving:
             owner = plan.owners[i]
+            if plan.copies:
+                self.results[owner].append((i, Part(self.rank, 0, plan.matrices[i].numel)))
+                continue
             for part in plan.matrices[i].parts:
                 if part.rank == self.rank != owner:
                     self.to_owner[owner].append((i, part))
@@ -228,71 +233,72 @@ class Exchange:
     def collect(self, piece: Callable[[int, Part], Tensor], whole: dict[int, Tensor]) -> None:
         """Fill ``whole[i]``, of the matrix's shape, for every matrix that this rank owns.
 
-        ``piece(i, part)`` is this rank's part of matrix i, with the part's number of elements.
+        ``piece(i, part)`` is this rank's part of matrix i, flat.
         """
-        for i in self.mine:
-            part = self.plan.matrices[i].part_of(self.rank)
-            if part is not None:
-                target = part.within(whole[i])
-                target.copy_(piece(i, part).view(target.shape))
-        if self.plan.copies or not self.moving:
-            return
-        pieces = [[piece(i, part) for i, part in entries] for entries in self.to_owner]
-        for entries, received in zip(self.to_me, self._all_to_all(pieces, self.to_me), strict=True):
-            for i, part, flat in _unpacked(entries, received):
-                target = part.within(whole[i])
-                target.copy_(flat.view(target.shape))
+        targets = [part.within(whole[i]) for i, part in self.stays]
+        sources = [piece(i, part) for i, part in self.stays]
+        if self.travels and not self.plan.copies:
+            received = self._all_to_all([piece(i, part) for i, part in _flat(self.to_owner)], self.to_owner, self.to_me)
+            targets += [part.within(whole[i]) for i, part in _flat(self.to_me)]
+            sources += received
+        _copy(targets, [source.view(target.shape) for target, source in zip(targets, sources, strict=True)])
 
-    def hand_out(self, whole: dict[int, Tensor], take: Callable[[int, Part, Tensor], None]) -> None:
-        """``take(i, part, values)`` is called once for each part that this rank holds of a matrix of the round.
+    def hand_out(self, whole: dict[int, Tensor]) -> list[tuple[int, Part, Tensor]]:
+        """Number, part and values (flat) of every part that this rank holds of a matrix of the round.
 
         ``whole[i]``: the result for every matrix that this rank owns.
         """
-        if self.plan.copies and self.moving:
-            self._broadcast(whole, take)
-            return
-        for i in self.mine:
-            part = self.plan.matrices[i].part_of(self.rank)
-            if part is not None:
-                take(i, part, part.within(whole[i]).reshape(-1))
-        if self.moving:
-            pieces = [[part.within(whole[i]).reshape(-1) for i, part in entries] for entries in self.to_me]
-            for entries, received in zip(self.to_owner, self._all_to_all(pieces, self.to_owner), strict=True):
-                for i, part, flat in _unpacked(entries, received):
-                    take(i, part, flat)
+        if self.plan.copies and self.travels:
+            return self._broadcast(whole)
+        out = [(i, part, part.within(whole[i]).reshape(-1)) for i, part in self.stays]
+        if self.travels:
+            pieces = [part.within(whole[i]).reshape(-1) for i, part in _flat(self.to_me)]
+            received = self._all_to_all(pieces, self.to_me, self.to_owner)
+            entries = zip(_flat(self.to_owner), received, strict=True)
+            out += [(i, part, values) for (i, part), values in entries]
+        return out
 
-    def _all_to_all(self, pieces: list[list[Tensor]], expected: list[list[tuple[int, Part]]]) -> list[Tensor]:
-        """Send ``pieces[r]`` to each rank r; what came from each."""
-        sizes = [sum(p.numel() for p in to_rank) for to_rank in pieces]
-        coming = [sum(part.numel for _, part in entries) for entries in expected]
-        packed = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
-        flat = [p for to_rank in pieces for p in to_rank]
-        for target, source in zip(packed.split([p.numel() for p in flat]), flat, strict=True):
-            target.copy_(source)
-        received = torch.empty(sum(coming), dtype=self.dtype, device=self.device)
-        dist.all_to_all_single(received, packed, coming, sizes, group=self.group)
-        return list(received.split(coming))
+    def _all_to_all(self, pieces: list[Tensor], to: list[Entries], coming: list[Entries]) -> list[Tensor]:
+        """Send ``pieces``, which are those of ``to``; what arrives, which are those of ``coming``."""
+        packed = torch.empty(sum(p.numel() for p in pieces), dtype=self.dtype, device=self.device)
+        _copy(list(packed.split([p.numel() for p in pieces])), pieces)
+        received = torch.empty(sum(map(_numel, coming)), dtype=self.dtype, device=self.device)
+        out_sizes, in_sizes = (list(map(_numel, entries)) for entries in (coming, to))
+        dist.all_to_all_single(received, packed, out_sizes, in_sizes, group=self.group)
+        return list(received.split([part.numel for _, part in _flat(coming)]))
 
-    def _broadcast(self, whole: dict[int, Tensor], take: Callable[[int, Part, Tensor], None]) -> None:
+    def _broadcast(self, whole: dict[int, Tensor]) -> list[tuple[int, Part, Tensor]]:
         """Each owner sends all its results of the round to everybody, in one message."""
-        owned: dict[int, list[int]] = {}
-        for i in self.moving:
-            owned.setdefault(self.plan.owners[i], []).append(i)
-        sent: list[tuple[list[int], tuple[Tensor, ...], Any]] = []
-        for owner, numbers in sorted(owned.items()):
-            sizes = [self.plan.matrices[i].numel for i in numbers]
-            packed = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+        sent: list[tuple[Entries, Tensor, Any]] = []
+        for owner, entries in enumerate(self.results):
+            if not entries:
+                continue
+            packed = torch.empty(_numel(entries), dtype=self.dtype, device=self.device)
             if owner == self.rank:
-                torch.cat([whole[i].reshape(-1).to(self.dtype) for i in numbers], out=packed)
+                pieces = [whole[i].reshape(-1) for i, _ in entries]
+                _copy(list(packed.split([p.numel() for p in pieces])), pieces)
             work = dist.broadcast(packed, group=self.group, group_src=owner, async_op=True)
-            sent.append((numbers, packed.split(sizes), work))
-        for numbers, results, work in sent:
+            sent.append((entries, packed, work))
+        out = []
+        for entries, packed, work in sent:
             work.wait()
-            for i, flat in zip(numbers, results, strict=True):
-                # The owner as well takes what was sent, rounded to its dtype: the copies stay equal.
-                take(i, Part(self.rank, 0, flat.numel()), flat)
+            views = packed.split([part.numel for _, part in entries])
+            # The owner as well takes what was sent, rounded to its dtype: the copies stay equal.
+            out += [(i, part, view) for (i, part), view in zip(entries, views, strict=True)]
+        return out
 
 
-def _unpacked(entries: list[tuple[int, Part]], received: Tensor) -> list[tuple[int, Part, Tensor]]:
-    views = received.split([part.numel for _, part in entries]) if entries else ()
-    return [(i, part, view) for (i, part), view in zip(entries, views, strict=True)]
+Entries = list[tuple[int, Part]]
+
+
+def _flat(lists: Sequence[Entries]) -> Entries:
+    return [entry for entries in lists for entry in entries]
+
+
+def _numel(entries: Entries) -> int:
+    return sum(part.numel for _, part in entries)
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
