@@ -4,11 +4,12 @@ All iterations apply odd quintics to the singular values, X <- a X + (b A + c A 
 singular vectors alone; they differ in the coefficients (``schedules.py``) and in how X is scaled first. Matrices come
 as (..., rows, cols): leading dimensions are a batch of independent matrices of one shape, iterated together.
 
-In the small form, for matrices at least ``SMALL_FORM_ASPECT`` times as long as wide, the same polynomials are taken of
-A alone (short x short) and X is multiplied at the ends of segments of 2, 3, 3, ... steps only. Equal in real
-arithmetic. Without segments the rounding of A is amplified by the whole composition: against the same polynomials in
-float64, matrices of condition 1e4 lose 2e-4 in float32 (with segments 7e-6, X at every step 5e-6) and everything in
-bfloat16. ``python -m mars_dist.bench --orthogonalize`` shows errors and costs of all of this.
+In the small form, for matrices at least ``SMALL_FORM_ASPECT`` times as long as wide and in float32 or better, the
+same polynomials are taken of A alone (short x short) and X is multiplied at the ends of segments of 2, 3, 3, ... steps
+only. Equal in real arithmetic, and in float32 to a few roundings. Without the segments the rounding of A would be
+amplified by the whole composition (1e-5 to 2e-4 instead of 7e-6 on matrices of condition 1e4), and in bfloat16 singular
+values of 10 and more were seen even with them. ``python -m mars_dist.bench --orthogonalize`` shows what each method
+costs and how far from the exact factor it ends.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ def newton_schulz(
             products are emulated), or float64 for float64 input there.
         variant: the published code of MARS-Shampoo ("mars-shampoo") takes the norm before the cast to ``dtype`` and
             multiplies A (A X); that of MARS-M ("mars-m") takes it after the cast and multiplies (A A) X. Equal in
-            real arithmetic, several per cent apart in bfloat16, where both are followed to the letter. In float32 and
-            float64 long matrices take the small form.
+            real arithmetic, several per cent apart in bfloat16, where both are followed to the letter.
 
     Returns:
         A tensor of the shape and dtype of ``x``. A zero matrix gives zero, NaN or inf in a matrix gives NaN in it.
@@ -65,7 +65,7 @@ def newton_schulz(
     y = _divided(y, (norm.to(torch.promote_types(norm.dtype, power.dtype)) + eps / power).to(norm.dtype))
     y, tall = _wide(y)
     schedule = (COEFFICIENTS,) * steps
-    if uses_small_form(y, "newton-schulz"):
+    if uses_small_form(y):
         y = _compose_small(y, schedule)
     elif variant == "mars-shampoo":
         for a, b, c in schedule:
@@ -91,7 +91,7 @@ def polar_express(x: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dty
     y, power = _scaled(x)
     y = y.to(torch.promote_types(dtype, power.dtype))
     y, tall = _wide(_divided(y, schedules.SAFETY * _norm(y) + eps / power).to(dtype))
-    compose = _compose_small if uses_small_form(y, "polar-express") else _compose
+    compose = _compose_small if uses_small_form(y) else _compose
     y = compose(y, schedules.polar_express(steps))
     return (y.mT if tall else y).to(x.dtype)
 
@@ -101,8 +101,9 @@ def cans(x: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype | None
 
     Formula: X_0 = x / (s + eps) with s = ||(x x^T)^2||_F^(1/4), which is at least the largest singular value and much
     nearer to it than ||x||_F, and costs no product, because the first step needs A A as well; then ``steps`` quintics
-    that end all singular values above a bound in [0.7, 1.3] with the lowest possible bound (``schedules.cans``). More
-    steps lower that bound; they do not narrow the interval.
+    that end all singular values above a bound in [0.9, 1.1] with the lowest possible bound (``schedules.cans``). More
+    steps lower that bound; they do not narrow the interval. In bfloat16 that reaches the rounding noise in directions
+    that a matrix lacks: at 5 steps it ends as large as what the matrix has.
 
     Args and returns: as ``newton_schulz``.
 
@@ -118,7 +119,7 @@ def cans(x: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype | None
     # The largest singular value of y is at most s; eps is in the units of x.
     divisor = _norm(square.to(norm.dtype)).sqrt().sqrt() + eps / power / torch.where(norm == 0, 1.0, norm)
     products = _divided(gram, divisor**2), _divided(square, divisor**4)
-    compose = _compose_small if uses_small_form(y, "cans") else _compose
+    compose = _compose_small if uses_small_form(y) else _compose
     y = compose(_divided(y, divisor), schedules.cans(steps), products)
     return (y.mT if tall else y).to(x.dtype)
 
@@ -151,13 +152,9 @@ def polar_factor(x: Tensor) -> Tensor:
     return ((u * (s > floor).to(u.dtype).unsqueeze(-2)) @ vh).to(x.dtype)
 
 
-def uses_small_form(y: Tensor, method: str) -> bool:
-    """Whether matrices of the shape and precision of ``y`` are iterated on A alone.
-
-    Not so Newton-Schulz in bfloat16, where the result would differ from that of the authors' code by several per cent.
-    """
-    followed = method == "newton-schulz" and torch.finfo(y.dtype).bits < 32
-    return not followed and max(y.shape[-2:]) >= SMALL_FORM_ASPECT * min(y.shape[-2:])
+def uses_small_form(y: Tensor) -> bool:
+    """Whether matrices of the shape and precision of ``y`` are iterated on A alone."""
+    return torch.finfo(y.dtype).bits >= 32 and max(y.shape[-2:]) >= SMALL_FORM_ASPECT * min(y.shape[-2:])
 
 
 def flops(
@@ -184,7 +181,7 @@ def flops(
     if method == "svd":
         return 6 * long * short**2 + 20 * short**3 + 2 * long * short**2
     with_x, of_squares = 2 * short**2 * long, 2 * short**3
-    if not uses_small_form(torch.empty(rows, cols, dtype=dtype, device="meta"), method):
+    if not uses_small_form(torch.empty(rows, cols, dtype=dtype, device="meta")):
         if method == "newton-schulz" and variant == "mars-shampoo":
             return steps * 3 * with_x
         return steps * (2 * with_x + of_squares)
