@@ -195,9 +195,16 @@ def train(case: EngineCase) -> dict[str, Any]:
         "facts": built.facts,
         "counts": sorted({float(s["step"]) for s in optimizer.state.values() if s}),
         "counts_by_name": counts_by_name(optimizer),
+        "rounds": rounds_that_travel(optimizer),
         "optimizer": type(optimizer).__name__,
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
     }
+
+
+def rounds_that_travel(optimizer: Any) -> int:
+    """In how many rounds of all plans pieces of matrices are sent."""
+    plans = optimizer._tables.plans.known.values()
+    return sum(any(plan.copies or plan.travels(i) for i in chosen) for plan in plans for chosen in plan.rounds)
 
 
 def counts_by_name(optimizer: Any) -> dict[str, float]:

@@ -5,6 +5,7 @@ The net is uneven on purpose: shards are cut inside rows of tensors and between 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ LABELS = {
     "mars-shampoo": "MARS-Shampoo",
     "mars-m": "MARS-M",
 }
+MATRIX_VARIANTS = ("mars-shampoo", "mars-m")
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +45,19 @@ def pools() -> Iterator[dict[int, RankPool]]:
 
 
 def runs() -> Iterator[object]:
-    """In the default tier the largest number of ranks; MARS-Lion in the first row of each engine."""
+    """In the default tier the largest number of ranks: MARS-AdamW in every row and one matrix variant in most, all four
+    variants in the first row of each engine."""
     first = {row.engine: row for row in reversed(ROWS) if row.cases}
     for size in (2, 3, 4):
-        for row in ROWS:
+        for number, row in enumerate(ROWS):
+            seen = 0
             for case in row.cases if size in row.ranks else ():
-                again = case.params.get("mars_type") == "mars-lion" and row is not first[row.engine]
+                variant = case.params.get("mars_type", "mars-adamw")
+                again = variant == "mars-lion"
+                if variant in MATRIX_VARIANTS:
+                    again = bool(seen) or variant != MATRIX_VARIANTS[number % 2]
+                    seen += not again
+                again = again and row is not first[row.engine]
                 marks = [pytest.mark.slow] if size < max(row.ranks) or again else []
                 yield pytest.param(row, case, size, id=f"{case}-{size}ranks", marks=marks)
 
@@ -143,20 +152,47 @@ def test_row(pools: dict[int, RankPool], row: Row, case: EngineCase, size: int) 
         assert each["rule_counts"] == counts_of(model)
         assert each["counts"] in ([], [case.steps])
         assert furthest(each["end"], result["end"]) == 0.0, "the ranks hold different parameters"
-        first, *later = map(len, each["collectives"])
-        assert set(later) == {row.collectives} and first == row.collectives + exchanges(row, case)
+        first, *later = each["collectives"]
+        exchange = exchange_of_matrices(row, case, size, each)
+        assert {len(calls) for calls in later} == {row.collectives + exchange.total()}
+        assert len(first) == row.collectives + exchange.total() + exchanges(row, case, exchange)
+        for calls in each["collectives"]:
+            assert {name: calls.count(name) for name in EXCHANGES} == {name: exchange[name] for name in EXCHANGES}
         assert len(each["messages"]) == (each is result), each["messages"]
-    matrix = case.params.get("mars_type") in ("mars-shampoo", "mars-m")
+    matrix = case.params.get("mars_type") in MATRIX_VARIANTS
     assert furthest(model.params, result["end"]) < (5e-6 if matrix else 2e-6)
     if row.same_as_one_process:
         assert furthest(alone(case), result["end"]) < 5e-6
     moved(result)
 
 
-def exchanges(row: Row, case: EngineCase) -> int:
-    """The first step asks once in each process group whether the ranks agree, those of replicas included."""
+EXCHANGES = ("alltoall_base", "broadcast")
+
+
+def exchange_of_matrices(row: Row, case: EngineCase, size: int, result: dict[str, Any]) -> Counter[str]:
+    """The collectives by which a step brings pieces of matrices to their owners and back."""
+    if case.params.get("mars_type") not in MATRIX_VARIANTS:
+        return Counter()
+    matrices = result["rule_counts"][LABELS[case.params["mars_type"]]]
+    if case.engine == "ddp" or case.options.get("strategy") == "NO_SHARD":
+        return Counter(broadcast=min(size, matrices) if case.attach else 0)
+    if case.net == "single":  # one rank holds the matrix whole
+        return Counter()
+    if row.in_rounds:
+        assert result["rounds"] > 1
+        return Counter(alltoall_base=2 * result["rounds"])
+    assert result["rounds"] == row.groups
+    return Counter(alltoall_base=2 * row.groups)
+
+
+def exchanges(row: Row, case: EngineCase, exchange: Counter[str]) -> int:
+    """The first step asks once in each process group whether the ranks agree, those of replicas included; with matrices
+    which pieces the others hold, and whether they agree on the plan."""
     square = case.options.get("mesh") == "square" or case.options.get("data")
-    return 2 if square or "HYBRID" in case.options.get("strategy", "") else min(row.collectives, 1)
+    asked = 2 if square or "HYBRID" in case.options.get("strategy", "") else min(row.collectives, 1)
+    if exchange["broadcast"]:
+        return 1
+    return asked + 2 * row.groups * (case.params.get("mars_type") in MATRIX_VARIANTS and bool(row.collectives))
 
 
 def test_a_row_is_run_or_says_what_shows_it() -> None:
