@@ -44,15 +44,6 @@ DATA_PARALLEL: list[Row] = [
     ),
     Row(
         DDP,
-        "`torch.compile`d model",
-        cases=every("ddp", {"compile": True}),
-        collectives=0,
-        engines=WHOLE,
-        active=(("type", "DistributedDataParallel"), ("compiled", True)),
-        note="run with the backend `aot_eager`",
-    ),
-    Row(
-        DDP,
         "matrix variants after `optimizer.attach(model)`: each matrix is orthogonalised by one rank",
         cases=(
             *every("ddp", {})[2:],
@@ -74,6 +65,15 @@ DATA_PARALLEL: list[Row] = [
         active=(("type", "DistributedDataParallel"),),
         variants=EVERY[2:],
     ),
+    Row(
+        DDP,
+        "`torch.compile`d model",
+        cases=every("ddp", {"compile": True}),
+        collectives=0,
+        engines=WHOLE,
+        active=(("type", "DistributedDataParallel"), ("compiled", True)),
+        note="run with the backend `aot_eager`",
+    ),
     fsdp1(
         "`FULL_SHARD`, flat or original parameters",
         every("fsdp1", *flat_and_original()),
@@ -92,7 +92,8 @@ DATA_PARALLEL: list[Row] = [
     ),
     fsdp1(
         "`HYBRID_SHARD`",
-        every("fsdp1", *flat_and_original(strategy="HYBRID_SHARD")),
+        every("fsdp1", {"strategy": "HYBRID_SHARD", "nested": True})[2:]
+        + every("fsdp1", *flat_and_original(strategy="HYBRID_SHARD")),
         ("strategies", {"HYBRID_SHARD"}),
         ranks=(4,),
     ),
@@ -105,7 +106,7 @@ DATA_PARALLEL: list[Row] = [
     fsdp1(
         "matrix variants in rounds",
         tuple(
-            EngineCase("fsdp1", o, params={**p, "matrix_buffer_mb": 4e-4}) for o in flat_and_original() for p in MATRIX
+            EngineCase("fsdp1", o, params={**p, "matrix_buffer_mb": 1e-5}) for o in flat_and_original() for p in MATRIX
         ),
         in_rounds=True,
         variants=EVERY[2:],

@@ -93,7 +93,7 @@ MESHES: list[Row] = [
     ),
     fsdp2(
         "matrix variants in rounds",
-        tuple(EngineCase("fsdp2", params={**p, "matrix_buffer_mb": 4e-4}) for p in MATRIX),
+        tuple(EngineCase("fsdp2", params={**p, "matrix_buffer_mb": 1e-5}) for p in MATRIX),
         in_rounds=True,
         variants=EVERY[2:],
         note="by `matrix_buffer_mb`",
