@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests import cpu_fsdp, nets
+from tests import cpu_fsdp, nets, orthogonalised
 from tests.ddp_cases import messages, same, snapshot
 from tests.zero_cases import LR, Recorder, ZeroCase
 from tests.zero_cases import parameters as zero_parameters
@@ -164,6 +164,11 @@ def plain(name: str) -> str:
 
 
 def run(case: Case) -> dict[str, Any]:
+    with orthogonalised.counted() as counts:
+        return {**train(case), "orthogonalised": sum(counts)}
+
+
+def train(case: Case) -> dict[str, Any]:
     """Train ``case.steps`` updates and return what reached MARS and what became of the parameters, by name."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     from mars_dist.integrations.accelerate import mars_inside

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import engine_nets, nets
+from tests import engine_nets, nets, orthogonalised
 from tests.ddp_cases import messages
 from tests.engine_builders import BUILDERS, Built
 
@@ -158,8 +158,8 @@ def backward(built: Built, step: int) -> None:
 
 def run(case: EngineCase) -> dict[str, Any]:
     """Train; the gradients are gathered whole, by name, just before each step."""
-    with messages() as texts:
-        return {**train(case), "messages": texts}
+    with messages() as texts, orthogonalised.counted() as counts:
+        return {**train(case), "messages": texts, "orthogonalised": sum(counts)}
 
 
 def train(case: EngineCase) -> dict[str, Any]:
@@ -195,9 +195,17 @@ def train(case: EngineCase) -> dict[str, Any]:
         "facts": built.facts,
         "counts": sorted({float(s["step"]) for s in optimizer.state.values() if s}),
         "counts_by_name": counts_by_name(optimizer),
+        "rounds": rounds_that_travel(optimizer),
+        "held": {clean(s.name): s.numel for layout in optimizer._tables.seen() for s in layout.segments},
         "optimizer": type(optimizer).__name__,
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
     }
+
+
+def rounds_that_travel(optimizer: Any) -> int:
+    """In how many rounds of all plans pieces of matrices are sent."""
+    plans = optimizer._tables.plans.known.values()
+    return sum(any(plan.copies or plan.travels(i) for i in chosen) for plan in plans for chosen in plan.rounds)
 
 
 def counts_by_name(optimizer: Any) -> dict[str, float]:

@@ -7,13 +7,14 @@ import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from tests import engine_nets, nets
 from tests.engine_builders import Built, line, square
-from tests.engine_cases import EngineCase, backward, disturb, local, run, setup
+from tests.engine_cases import EngineCase, backward, disturb, local, rounds_that_travel, run, setup
 from tests.zero_cases import norm_of_the_local_piece
 
 # ------------------------------------------------------------------------- what may happen before the first step
@@ -107,6 +108,57 @@ def with_the_group_of_the_replicas(case: EngineCase) -> dict[str, Any]:
         return run(case)
     finally:
         dtensor.locate = right
+
+
+def with_another_plan_on_one_rank(case: EngineCase) -> dict[str, Any]:
+    """Planted: the last rank weighs matrices in another way, and would send to other owners."""
+    from mars_dist import matrices
+
+    cost = matrices.cost
+    other = (lambda matrix: -cost(matrix)) if dist.get_rank() == dist.get_world_size() - 1 else cost
+    with mock.patch.object(matrices, "cost", other):
+        return outcome(case)
+
+
+def traffic(case: EngineCase) -> dict[str, Any]:
+    """What this rank hands to torch's collectives in the second step, beside what the plans say it sends."""
+    _, built, optimizer, _ = setup(case)
+    calls: list[tuple[str, list[int], int, int]] = []  # name, ranks, elements sent to others, bytes of one element
+
+    def all_to_all_single(
+        received: torch.Tensor, packed: torch.Tensor, coming: list[int], sizes: list[int], group: Any
+    ) -> Any:
+        me = dist.get_rank(group)
+        assert sizes[me] == coming[me] == 0 and sum(sizes) == packed.numel() and sum(coming) == received.numel()
+        ranks = dist.get_process_group_ranks(group)
+        calls.append(("all_to_all_single", ranks, packed.numel(), packed.element_size()))
+        return real["all_to_all_single"](received, packed, coming, sizes, group=group)
+
+    def broadcast(tensor: torch.Tensor, group: Any, group_src: int, async_op: bool) -> Any:
+        mine = tensor.numel() if group_src == dist.get_rank(group) else 0
+        calls.append(("broadcast", dist.get_process_group_ranks(group), mine, tensor.element_size()))
+        return real["broadcast"](tensor, group=group, group_src=group_src, async_op=async_op)
+
+    ours: dict[str, Any] = {"all_to_all_single": all_to_all_single, "broadcast": broadcast}
+    real = {name: getattr(dist, name) for name in ours}
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(built, step)
+        with mock.patch.multiple(dist, **ours) if step else contextlib.nullcontext():
+            optimizer.step()
+    plans = [(plan, dist.get_rank(key[0])) for key, plan in optimizer._tables.plans.known.items() if key[0] is not None]
+    states = [
+        (local(p), {k: local(s) for k, s in state.items() if k != "step"}) for p, state in optimizer.state.items()
+    ]
+    return {
+        "calls": calls,
+        "sent": sum(plan.sent(rank) for plan, rank in plans),
+        "rounds": rounds_that_travel(optimizer),
+        "cut": sum(m.numel for plan, _ in plans for i, m in enumerate(plan.matrices) if plan.travels(i)),
+        "sharded": all(tensor.numel() == p.numel() for p, state in states for tensor in state.values()),
+        "rule_counts": optimizer.rule_counts(),
+        "engines": optimizer.engines(),
+    }
 
 
 def two_equal_meshes(_: str) -> dict[str, Any]:

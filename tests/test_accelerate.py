@@ -22,6 +22,8 @@ from tests.zero_cases import LR
 
 ELEMENTWISE = ("mars-adamw", "mars-lion")
 LION: dict[str, Any] = {"mars_type": "mars-lion", "weight_decay": 0.05}
+SHAMPOO: dict[str, Any] = {"mars_type": "mars-shampoo", "ns_dtype": "float32", "weight_decay": 0.05}
+MARS_M: dict[str, Any] = {"mars_type": "mars-m", "ns_dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,10 @@ def check(results: list[dict[str, Any]], case: Case) -> None:
         assert result["skipped"] == skipped
         assert result["untouched"] == skipped, "a skipped step moves no parameter, no h, no state and no counter"
 
+    if variant not in ELEMENTWISE:  # with replicas, each of them once
+        times = 2 if case.engine == "hsdp" else 1
+        assert sum(r["orthogonalised"] for r in results) == times * updates * nets.MATRICES, "not shared out"
+
     result = results[0]
     gradients = result["gradients"]
     assert len(gradients) == updates and all(g.keys() == result["start"].keys() for g in gradients)
@@ -153,7 +159,11 @@ def check_engine(result: dict[str, Any], case: Case, ranks: int) -> None:
 CASES = [
     Case("ddp", accumulation=2, clip=0.5, schedule=True),
     Case("ddp", order="direct", params=LION),
-    Case("ddp", order="apart", params={"mars_type": "mars-m", "ns_dtype": "float32"}),
+    Case("ddp", order="apart", params=MARS_M),
+    Case("fsdp2", clip=0.5, params=MARS_M),
+    Case("fsdp1-original", params=SHAMPOO),
+    Case("zero2", offload=True, params=SHAMPOO),
+    Case("zero3", accumulation=2, params=MARS_M),
     Case("ddp", clip=0.5, schedule=True, overflow=4),
     Case("zero2", accumulation=2, clip=0.5, schedule=True),
     Case("zero2", offload=True, params=LION),
@@ -165,9 +175,13 @@ CASES = [
     Case("fsdp1-original", accumulation=2, clip=0.5, schedule=True),
     Case("fsdp1-flat", order="model-first", clip=0.5, params=LION),
 ]
-LION_CASES = [Case(e, params=LION, accumulation=2) for e in ("ddp", "zero2", "zero3", "fsdp2", "fsdp1-original")]
+ENGINES = ("ddp", "zero2", "zero3", "fsdp2", "fsdp1-original")
+VARIANTS = [
+    *(Case(e, params=LION, accumulation=2) for e in ENGINES),
+    *(Case(e, params=SHAMPOO) for e in ("ddp", "zero3", "fsdp2")),
+    *(Case(e, params=MARS_M, schedule=True) for e in ("zero2", "fsdp1-original")),
+]
 SLOW = [
-    Case("ddp", params={"mars_type": "mars-shampoo", "ns_dtype": "float32"}),
     Case("fsdp1-original", clip=0.5, schedule=True, overflow=4),
     *(Case("ddp", order=o) for o in ("together", "optimizer-first", "model-first")),
     *(Case("fsdp1-original", order=o, schedule=True) for o in ("apart", "direct", "optimizer-first", "model-first")),
@@ -179,6 +193,7 @@ SLOW = [
     Case("zero2", clip=0.5, params={"weight_decay": 0.1}),
 ]
 HSDP = [Case("hsdp", accumulation=2, clip=0.5, schedule=True), Case("hsdp", params=LION)]
+HSDP += [Case("hsdp", params=SHAMPOO), Case("hsdp", params=MARS_M, accumulation=2)]
 
 
 @pytest.mark.timeout(150)
@@ -189,14 +204,14 @@ def test_replay_and_end_to_end(pool: RankPool, case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("case", [*LION_CASES, *SLOW], ids=str)
+@pytest.mark.parametrize("case", [*VARIANTS, *SLOW], ids=str)
 def test_replay_and_end_to_end_more(pool: RankPool, case: Case) -> None:
     check(pool.run(accelerate_cases.run, case, timeout=120), case)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("case", [*CASES, *LION_CASES], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *VARIANTS], ids=str)
 def test_replay_and_end_to_end_on_more_ranks(larger_pool: RankPool, case: Case) -> None:
     check(larger_pool.run(accelerate_cases.run, case, timeout=120), case)
 

@@ -1,14 +1,14 @@
 """The result of a step does not depend on how tensors are cut over ranks, nor on how many ranks there are.
 
-Ranks are threads here: the all-reduce is a sum behind a barrier, everything else is the real step. The cuts are any
-cuts: in the middle of rows, ranks that hold nothing, ranks that hold only padding.
+Ranks are threads here (thread_ranks.py), everything else is the real step. The cuts are any
+cuts: in the middle of rows, ranks that hold nothing, ranks that hold only padding. Matrix variants run in rounds.
 """
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,31 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mars_dist import states, step
-from mars_dist.config import GROUP_DEFAULTS, Settings, resolve_defaults, resolve_group
+from mars_dist import pieces, states, step
+from mars_dist.config import GROUP_DEFAULTS, VARIANTS, Settings, resolve_defaults, resolve_group
+from mars_dist.matrices import Plans
 from mars_dist.sharding.layout import Layout, Segment
 from tests.reference import ReferenceMARS
+from tests.thread_ranks import Ranks
 
 STEPS = 3
 SHAPES = st.lists(st.lists(st.integers(1, 7), min_size=0, max_size=3).map(tuple), min_size=1, max_size=5)
-
-
-class Ranks:
-    """A process group whose ranks are threads."""
-
-    def __init__(self, world_size: int) -> None:
-        self.barrier = threading.Barrier(world_size, timeout=30.0)
-        self.vectors: dict[int, Tensor] = {}
-        self.calls: dict[int, int] = {}
-
-    def sum(self, vector: Tensor, group: Any) -> Tensor:
-        me = threading.get_ident()
-        self.calls[me] = self.calls.get(me, 0) + 1
-        self.vectors[me] = vector.clone()
-        self.barrier.wait()
-        total = torch.stack([self.vectors[k] for k in sorted(self.vectors)]).sum(0)
-        self.barrier.wait()
-        return total
 
 
 @dataclass
@@ -61,7 +45,8 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     total = sum(torch.Size(s).numel() for s in shapes) + draw(st.integers(0, 5))
     inner = draw(st.lists(st.integers(0, total), min_size=0, max_size=4))
     kwargs = {
-        "mars_type": draw(st.sampled_from(("mars-adamw", "mars-lion"))),
+        "mars_type": draw(st.sampled_from(VARIANTS)),
+        "matrix_ndim": draw(st.sampled_from(((2,), (2, 3)))),
         "optimize_1d": draw(st.booleans()),
         "clip": draw(st.sampled_from((1.0, 0.1, None))),
         "amsgrad": draw(st.booleans()),
@@ -73,11 +58,24 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     return Scenario(shapes, [0, *sorted(inner), total], kwargs, draw(st.sampled_from((1e-3, 0.3, 30.0))))
 
 
+def segments_of(scenario: Scenario, rank: int) -> list[Segment]:
+    first, last = scenario.cuts[rank], scenario.cuts[rank + 1]
+    segments, begin = [], 0
+    for i, shape in enumerate(scenario.shapes):
+        numel = torch.Size(shape).numel()
+        low, high = max(first, begin), min(last, begin + numel)
+        piece = (0, 0, 0) if low >= high else (low - begin, high - begin, low - first)
+        segments.append(Segment(f"p{i}", shape, *piece))
+        begin += numel
+    return segments
+
+
 def run_sharded(scenario: Scenario, p0: list[Tensor], gradients: list[list[Tensor]], block: int) -> list[Tensor]:
     """Every rank steps on its flat piece; the pieces put together again."""
     padded = scenario.cuts[-1]
     settings_keys = Settings().to_dict().keys()
-    config = Settings(**{k: v for k, v in scenario.kwargs.items() if k in settings_keys})
+    given = {k: v for k, v in scenario.kwargs.items() if k in settings_keys}
+    config = Settings(**given, ns_dtype="float64", matrix_buffer_mb=block * 8 / 2**20)
     given_ = {**GROUP_DEFAULTS, **{k: v for k, v in scenario.kwargs.items() if k not in settings_keys}}
     group = resolve_group({}, resolve_defaults(given_))
 
@@ -86,47 +84,33 @@ def run_sharded(scenario: Scenario, p0: list[Tensor], gradients: list[list[Tenso
         return torch.nn.functional.pad(flat, (0, padded - flat.numel()))
 
     ranks = Ranks(scenario.world_size)
-    pieces: dict[int, Tensor] = {}
-    failures: list[BaseException] = []
+    tables = [segments_of(scenario, r) for r in range(scenario.world_size)]
 
-    def rank(r: int) -> None:
-        try:
-            first, last = scenario.cuts[r], scenario.cuts[r + 1]
-            segments, begin = [], 0
-            for i, shape in enumerate(scenario.shapes):
-                numel = torch.Size(shape).numel()
-                low, high = max(first, begin), min(last, begin + numel)
-                empty = low >= high
-                segment = (0, 0, 0) if empty else (low - begin, high - begin, low - first)
-                segments.append(Segment(f"p{i}", shape, *segment))
-                begin += numel
-            param = flatten(p0)[first:last].clone()
-            layout = Layout(tuple(segments), (ranks,), "threads")  # type: ignore[arg-type]
-            state: dict[str, Tensor] = {}
-            for grads in gradients:
-                shard = step.Shard(param, flatten(grads)[first:last].clone(), state, group, layout)
-                rules = [step.rule_of(s, group, config) for s in segments]
-                states.ensure(state, param, shard.grad, rules, group["amsgrad"])
-                step.take_step([shard], config)
-            pieces[r] = param
-        except BaseException as error:
-            failures.append(error)
-            ranks.barrier.abort()
+    def rank(r: int) -> Tensor:
+        first, last = scenario.cuts[r], scenario.cuts[r + 1]
+        param = flatten(p0)[first:last].clone()
+        layout = Layout(tuple(tables[r]), (ranks,), "threads")  # type: ignore[arg-type]
+        if scenario.world_size > 1:
+            layout = replace(layout, together=ranks, on_ranks=tuple(map(tuple, tables)))  # type: ignore[arg-type]
+        state: dict[str, Tensor] = {}
+        plans = Plans()
+        for grads in gradients:
+            shard = pieces.Shard(param, flatten(grads)[first:last].clone(), state, group, layout)
+            rules = [step.rule_of(s, group, config) for s in layout.segments]
+            states.ensure(state, param, shard.grad, rules, group["amsgrad"])
+            step.take_step([shard], config, plans)
+        return param
 
-    saved = step.sum_over_ranks, pieces.BLOCK_NUMEL["cpu"]
-    step.sum_over_ranks, pieces.BLOCK_NUMEL["cpu"] = ranks.sum, block
-    try:
-        threads = [threading.Thread(target=rank, args=(r,)) for r in range(scenario.world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        step.sum_over_ranks, pieces.BLOCK_NUMEL["cpu"] = saved
-    if failures:
-        raise failures[0]
-    assert all(n <= STEPS for n in ranks.calls.values()), "more than one all-reduce in a step"
-    flat = torch.cat([pieces[r] for r in range(scenario.world_size)])
+    with mock.patch.dict(pieces.BLOCK_NUMEL, {"cpu": block}):
+        results = ranks.run(rank)
+    for result in results:
+        if isinstance(result, Exception) and not isinstance(result, ConnectionError):
+            raise result
+    for calls in ranks.calls:
+        sums = sum(name == "all_reduce" for name, _ in calls)
+        plan_checked = config.mars_type in ("mars-shampoo", "mars-m")
+        assert sums <= STEPS + plan_checked, "more than one all-reduce in a step"
+    flat = torch.cat(results)
     sizes = [torch.Size(s).numel() for s in scenario.shapes]
     assert not flat[sum(sizes) :].any(), "the padding moved"
     return [t.view(s) for t, s in zip(flat[: sum(sizes)].split(sizes), scenario.shapes, strict=True)]
@@ -159,14 +143,10 @@ def test_clip_by_the_local_piece_would_be_found() -> None:
     generator = torch.Generator().manual_seed(0)
     p0, gradient = (torch.randn(6, 7, generator=generator, dtype=torch.float64) for _ in range(2))
     reference = ReferenceMARS({"p0": p0}, lr=1e-2)
-    whole = Ranks.sum
-    Ranks.sum = lambda self, vector, group: vector  # type: ignore[assignment, method-assign]
-    try:
-        for _ in range(STEPS):
-            reference.step({"p0": gradient})
-            gradient = gradient + 0.1
-        gradients = [[gradient - 0.1 * (STEPS - t)] for t in range(STEPS)]
+    for _ in range(STEPS):
+        reference.step({"p0": gradient})
+        gradient = gradient + 0.1
+    gradients = [[gradient - 0.1 * (STEPS - t)] for t in range(STEPS)]
+    with mock.patch.object(Ranks, "all_reduce"):
         (wrong,) = run_sharded(scenario, [p0], gradients, 1 << 17)
-    finally:
-        Ranks.sum = whole  # type: ignore[method-assign]
     assert (wrong - reference.params["p0"]).abs().max() > 1e-5

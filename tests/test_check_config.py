@@ -108,7 +108,6 @@ ONE = {
         "no multiple of 5 sequences per rank x 7 acc",
     ),
     # what this version does not do
-    "matrices": ([(f"{PARAMS}.mars_type", "mars-m")], "error", f"{PARAMS}.mars_type", "'mars-m' needs whole matrices"),
     "exact": ([(f"{PARAMS}.is_approx", False)], "error", f"{PARAMS}.is_approx", "exact mode"),
     # keys
     "super": (

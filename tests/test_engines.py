@@ -5,6 +5,7 @@ The net is uneven on purpose: shards are cut inside rows of tensors and between 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from tests import engine_nets, nets
 from tests.engine_cases import BASE, EngineCase, in_groups, run
 from tests.engine_more_cases import (
+    traffic,
+    with_another_plan_on_one_rank,
     with_the_group_of_the_replicas,
     with_the_norm_of_the_local_piece,
 )
@@ -32,6 +35,7 @@ LABELS = {
     "mars-shampoo": "MARS-Shampoo",
     "mars-m": "MARS-M",
 }
+MATRIX_VARIANTS = ("mars-shampoo", "mars-m")
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +47,19 @@ def pools() -> Iterator[dict[int, RankPool]]:
 
 
 def runs() -> Iterator[object]:
-    """In the default tier the largest number of ranks; MARS-Lion in the first row of each engine."""
+    """In the default tier the largest number of ranks: MARS-AdamW and one matrix variant in every row, the other two
+    variants in the first row of each engine."""
     first = {row.engine: row for row in reversed(ROWS) if row.cases}
     for size in (2, 3, 4):
-        for row in ROWS:
+        for number, row in enumerate(ROWS):
+            seen: set[str] = set()
+            wanted = MATRIX_VARIANTS if row is first.get(row.engine) else (MATRIX_VARIANTS[number % 2],)
             for case in row.cases if size in row.ranks else ():
-                again = case.params.get("mars_type") == "mars-lion" and row is not first[row.engine]
+                variant = case.params.get("mars_type", "mars-adamw")
+                again = variant == "mars-lion" and row is not first[row.engine]
+                if variant in MATRIX_VARIANTS:
+                    again = variant in seen or variant not in wanted or "compile" in case.options
+                    seen.add(variant)
                 marks = [pytest.mark.slow] if size < max(row.ranks) or again else []
                 yield pytest.param(row, case, size, id=f"{case}-{size}ranks", marks=marks)
 
@@ -143,20 +154,100 @@ def test_row(pools: dict[int, RankPool], row: Row, case: EngineCase, size: int) 
         assert each["rule_counts"] == counts_of(model)
         assert each["counts"] in ([], [case.steps])
         assert furthest(each["end"], result["end"]) == 0.0, "the ranks hold different parameters"
-        first, *later = map(len, each["collectives"])
-        assert set(later) == {row.collectives} and first == row.collectives + exchanges(row, case)
+        first, *later = each["collectives"]
+        exchange = exchange_of_matrices(row, case, results, each)
+        assert {len(calls) for calls in later} == {row.collectives + exchange.total()}
+        assert len(first) == row.collectives + exchange.total() + exchanges(row, case, exchange)
+        for calls in each["collectives"]:
+            assert {name: calls.count(name) for name in EXCHANGES} == {name: exchange[name] for name in EXCHANGES}
         assert len(each["messages"]) == (each is result), each["messages"]
-    matrix = case.params.get("mars_type") in ("mars-shampoo", "mars-m")
+    matrix = case.params.get("mars_type") in MATRIX_VARIANTS
+    if matrix and case.engine == "ddp":
+        ranks = case.params.get("matrix_ndim", (2,))
+        of_one_step = sum(t.shape[0] if t.ndim == 3 else 1 for t in result["start"].values() if t.ndim in ranks)
+        times = 1 if case.attach else size
+        assert sum(each["orthogonalised"] for each in results) == times * case.steps * of_one_step
     assert furthest(model.params, result["end"]) < (5e-6 if matrix else 2e-6)
     if row.same_as_one_process:
         assert furthest(alone(case), result["end"]) < 5e-6
     moved(result)
 
 
-def exchanges(row: Row, case: EngineCase) -> int:
-    """The first step asks once in each process group whether the ranks agree, those of replicas included."""
+EXCHANGES = ("alltoall_base", "broadcast")
+
+
+def exchange_of_matrices(
+    row: Row, case: EngineCase, results: list[dict[str, Any]], result: dict[str, Any]
+) -> Counter[str]:
+    """The collectives by which a step brings pieces of matrices to their owners and back."""
+    if case.params.get("mars_type") not in MATRIX_VARIANTS:
+        return Counter()
+    matrices = result["rule_counts"][LABELS[case.params["mars_type"]]]
+    if case.engine == "ddp" or case.options.get("strategy") == "NO_SHARD":
+        return Counter(broadcast=min(len(results), matrices) if case.attach else 0)
+    ranks = case.params.get("matrix_ndim", (2,))
+    wholes = {name: t for name, t in result["start"].items() if t.ndim in ranks}
+    cut = {n for n, whole in wholes.items() for r in results if 0 < r["held"].get(n, 0) < whole.numel()}
+    if row.in_rounds:
+        assert result["rounds"] > 1
+    else:
+        assert result["rounds"] == (row.groups if cut else 0), "nothing is sent for what ranks hold whole"
+    return Counter(alltoall_base=2 * result["rounds"])
+
+
+def exchanges(row: Row, case: EngineCase, exchange: Counter[str]) -> int:
+    """The first step asks once in each process group whether the ranks agree, those of replicas included; with matrices
+    which pieces the others hold, and whether they agree on the plan."""
     square = case.options.get("mesh") == "square" or case.options.get("data")
-    return 2 if square or "HYBRID" in case.options.get("strategy", "") else min(row.collectives, 1)
+    asked = 2 if square or "HYBRID" in case.options.get("strategy", "") else min(row.collectives, 1)
+    if exchange["broadcast"]:
+        return 1
+    return asked + 2 * row.groups * (case.params.get("mars_type") in MATRIX_VARIANTS and bool(row.collectives))
+
+
+# ------------------------------------------------------------------------------------------- matrices: what is sent
+
+MARS_M = {"mars_type": "mars-m", "ns_dtype": "float32"}
+TRAFFIC = [
+    (EngineCase("fsdp2", params=MARS_M), "DTensor (Shard(dim=0),)"),
+    (
+        EngineCase("fsdp2", params={**MARS_M, "matrix_buffer_mb": 1e-5, "ns_dtype": "bfloat16"}),
+        "DTensor (Shard(dim=0),)",
+    ),
+    (EngineCase("fsdp1", {"nested": True}, "kernels", params={**MARS_M, "matrix_ndim": (2, 3)}), "FSDP1"),
+    (EngineCase("fsdp2", {"mesh": "square"}, params=MARS_M), "DTensor (Replicate(), Shard(dim=0))"),
+    (EngineCase("tensor_parallel", {"data": True}, "layers", params=MARS_M), "DTensor (Shard(dim=0), Shard(dim=1))"),
+    (EngineCase("ddp", params=MARS_M), "whole tensors"),
+]
+
+
+@pytest.mark.parametrize(("case", "engine"), TRAFFIC, ids=str)
+def test_real_ranks_send_what_the_plan_says(pools: dict[int, RankPool], case: EngineCase, engine: str) -> None:
+    """To the owners and back, in float32 unless the iteration is narrower; HSDP inside the shard group."""
+    results = pools[4].run(traffic, case, timeout=60)
+    for rank, result in enumerate(results):
+        assert engine in result["engines"] and result["rule_counts"]["MARS-M"] >= 4
+        assert result["sharded"], "the momentum is no larger than the rank's part of the values"
+        calls = result["calls"]
+        assert sum(sent for _, _, sent, _ in calls) == result["sent"]
+        assert {size for *_, size in calls} == {2 if case.params["ns_dtype"] == "bfloat16" else 4}
+        if case.engine == "ddp":
+            assert [(name, ranks) for name, ranks, *_ in calls] == [("broadcast", [0, 1, 2, 3])] * 4
+        else:
+            assert len(calls) == 2 * result["rounds"] > 0 and {name for name, *_ in calls} == {"all_to_all_single"}
+            assert "matrix_buffer_mb" not in case.params or result["rounds"] > 2
+        if case.options.get("mesh") == "square":
+            assert [ranks for _, ranks, *_ in calls] == [[0, 1] if rank < 2 else [2, 3]] * 2
+    if case.engine != "ddp" and "mesh" not in case.options and "data" not in case.options:
+        total = sum(result["sent"] for result in results)
+        assert results[0]["cut"] <= total <= 2 * results[0]["cut"], "what the owner holds itself is not sent"
+
+
+@pytest.mark.parametrize("case", [EngineCase("fsdp2", params=MARS_M), EngineCase("ddp", params=MARS_M)], ids=str)
+def test_ranks_that_plan_otherwise_all_raise(pools: dict[int, RankPool], case: EngineCase) -> None:
+    for result in pools[4].run(with_another_plan_on_one_rank, case, timeout=60):
+        assert "the ranks do not agree on the 5 matrices that they share" in result["said"]
+        assert "the same settings" in result["said"]
 
 
 def test_a_row_is_run_or_says_what_shows_it() -> None:
@@ -178,7 +269,7 @@ def test_the_launched_rows_name_what_their_cases_run() -> None:
     from tests import test_trainer_training as trained
 
     run: dict[tuple[str, str], set[tuple[str, int]]] = {}
-    on = [(prepared.CASES, (2, 3, 4)), (prepared.LION_CASES, (2, 3, 4)), (prepared.SLOW, (2,)), (prepared.HSDP, (4,))]
+    on = [(prepared.CASES, (2, 3, 4)), (prepared.VARIANTS, (2, 3, 4)), (prepared.SLOW, (2,)), (prepared.HSDP, (4,))]
     for case, ranks in ((case, ranks) for cases, ranks in on for case in cases):
         variant = case.params.get("mars_type", "mars-adamw")
         run.setdefault((ACCELERATE, case.engine.partition("-")[0]), set()).update((variant, n) for n in ranks)
@@ -187,7 +278,7 @@ def test_the_launched_rows_name_what_their_cases_run() -> None:
         variant = (case.optim or "mars_adamw").replace("_", "-")
         run.setdefault((TRAINER, case.kind), set()).update((variant, n) for n in ranks)
     rows: dict[tuple[str, str], set[tuple[str, int]]] = {}
-    for row in (row for row in ROWS if row.kind and row.kind not in ("alone", "cut")):
+    for row in (row for row in ROWS if row.kind and row.kind != "alone"):
         rows.setdefault((row.engine, row.kind), set()).update((v, n) for v in row.variants for n in row.ranks)
     assert rows == run
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests import cpu_fsdp
+from tests import cpu_fsdp, orthogonalised
 from tests.ddp_cases import messages
 from tests.zero_cases import Recorder
 
@@ -198,7 +198,7 @@ def train(case: TrainerCase, folder: str | Path, resume: bool = False) -> dict[s
     from transformers import Trainer
 
     records: dict[str, Any] = {}
-    with clean_environment(), messages() as texts:
+    with clean_environment(), messages() as texts, orthogonalised.counted() as counts:
         args = arguments(case, folder)
         net = model(case.lora)
         start = {n: p.detach().double().clone() for n, p in net.named_parameters() if p.requires_grad}
@@ -223,6 +223,7 @@ def train(case: TrainerCase, folder: str | Path, resume: bool = False) -> dict[s
             "stage": wrapped.zero_optimization_stage() if case.zero is not None else None,
             "settings": optimizer.settings,
             "messages": texts,
+            "orthogonalised": sum(counts),
             "offload": bool(getattr(getattr(trainer.optimizer, "optimizer", None), "cpu_offload", False))
             or bool(getattr(getattr(trainer.optimizer, "optimizer", None), "offload_optimizer", False)),
             "forwards": calls[0] / trainer_steps(trainer, resume) / case.accumulation,

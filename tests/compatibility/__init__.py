@@ -4,9 +4,10 @@ in ds_configs/README.md is printed from (``python -m tests.compatibility`` print
 
 from tests.compatibility.communication import COMMUNICATION
 from tests.compatibility.layout import LAYOUT
+from tests.compatibility.matrices import MATRICES
 from tests.compatibility.model import MODEL
 from tests.compatibility.offload import OFFLOAD
 from tests.compatibility.row import Row
 from tests.compatibility.wrappers import WRAPPERS
 
-ROWS: list[Row] = [*WRAPPERS, *LAYOUT, *MODEL, *COMMUNICATION, *OFFLOAD]
+ROWS: list[Row] = [*WRAPPERS, *LAYOUT, *MODEL, *MATRICES, *COMMUNICATION, *OFFLOAD]

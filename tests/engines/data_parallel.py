@@ -21,6 +21,11 @@ def both(engine: str, *options: dict[str, Any], net: str = "net", **more: Any) -
     return tuple(EngineCase(engine, o, net, params=p, **more) for o in options for p in ({}, LION))
 
 
+def every(engine: str, *options: dict[str, Any], net: str = "net", **more: Any) -> tuple[EngineCase, ...]:
+    """All variants with each of ``options``."""
+    return tuple(EngineCase(engine, o, net, params=p, **more) for o in options for p in ({}, LION, *MATRIX))
+
+
 def flat_and_original(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return options, {**options, "original": False}
 
@@ -39,8 +44,31 @@ DATA_PARALLEL: list[Row] = [
     ),
     Row(
         DDP,
+        "matrix variants after `optimizer.attach(model)`: each matrix is orthogonalised by one rank",
+        cases=(
+            *every("ddp", {})[2:],
+            *every("ddp", {"find_unused_parameters": True}, net="tied")[2:],
+            *(EngineCase("ddp", {}, "kernels", params={"matrix_ndim": (2, 3), **p}) for p in MATRIX),
+        ),
+        collectives=0,
+        engines=WHOLE,
+        active=(("type", "DistributedDataParallel"),),
+        variants=EVERY[2:],
+        note="run with experts and tied embeddings; Accelerate and the Trainer call `attach`",
+    ),
+    Row(
+        DDP,
+        "matrix variants without it: every rank orthogonalises all",
+        cases=every("ddp", {}, attach=False)[2:],
+        collectives=0,
+        engines=WHOLE,
+        active=(("type", "DistributedDataParallel"),),
+        variants=EVERY[2:],
+    ),
+    Row(
+        DDP,
         "`torch.compile`d model",
-        cases=both("ddp", {"compile": True}),
+        cases=every("ddp", {"compile": True}),
         collectives=0,
         engines=WHOLE,
         active=(("type", "DistributedDataParallel"), ("compiled", True)),
@@ -48,50 +76,41 @@ DATA_PARALLEL: list[Row] = [
     ),
     fsdp1(
         "`FULL_SHARD`, flat or original parameters",
-        both("fsdp1", *flat_and_original()),
+        every("fsdp1", *flat_and_original()),
         ("strategies", {"FULL_SHARD"}),
         ("units", 1),
     ),
     fsdp1(
         "layers wrapped one by one",
-        both("fsdp1", *flat_and_original(nested=True)),
+        every("fsdp1", *flat_and_original(nested=True)),
         ("units", 5),
     ),
     fsdp1(
         "`SHARD_GRAD_OP`",
-        both("fsdp1", *flat_and_original(strategy="SHARD_GRAD_OP")),
+        every("fsdp1", *flat_and_original(strategy="SHARD_GRAD_OP")),
         ("strategies", {"SHARD_GRAD_OP"}),
     ),
     fsdp1(
         "`HYBRID_SHARD`",
-        both("fsdp1", *flat_and_original(strategy="HYBRID_SHARD")),
+        every("fsdp1", {"strategy": "HYBRID_SHARD", "nested": True})[2:]
+        + every("fsdp1", *flat_and_original(strategy="HYBRID_SHARD")),
         ("strategies", {"HYBRID_SHARD"}),
         ranks=(4,),
     ),
     fsdp1(
         "`NO_SHARD`",
-        both("fsdp1", *flat_and_original(strategy="NO_SHARD")),
+        every("fsdp1", *flat_and_original(strategy="NO_SHARD")),
         ("strategies", {"NO_SHARD"}),
         collectives=0,
     ),
     fsdp1(
-        "`NO_SHARD`, matrix variants",
-        tuple(EngineCase("fsdp1", o, params=p) for o in flat_and_original(strategy="NO_SHARD") for p in MATRIX),
-        ("strategies", {"NO_SHARD"}),
-        collectives=0,
-        variants=EVERY[2:],
-    ),
-    fsdp1(
-        "matrix variants on sharded parameters",
-        (
-            *(EngineCase("fsdp1", o, params=p) for o in flat_and_original() for p in MATRIX),
-            *(EngineCase("fsdp1", {"strategy": "HYBRID_SHARD"}, params=p) for p in MATRIX),
+        "matrix variants in rounds",
+        tuple(
+            EngineCase("fsdp1", o, params={**p, "matrix_buffer_mb": 1e-5}) for o in flat_and_original() for p in MATRIX
         ),
-        ranks=(4,),
+        in_rounds=True,
         variants=EVERY[2:],
-        answer="refused",
-        message="needs whole matrices, and FSDP1 spreads",
-        function=outcome,
+        note="by `matrix_buffer_mb`",
     ),
     fsdp1(
         "exact mode",
@@ -103,40 +122,40 @@ DATA_PARALLEL: list[Row] = [
     ),
     fsdp1(
         "`MixedPrecision` (bfloat16)",
-        both("fsdp1", *flat_and_original(bf16=True)),
+        every("fsdp1", *flat_and_original(bf16=True)),
         same_as_one_process=False,
     ),
     fsdp1(
         "activation checkpointing",
-        both("fsdp1", *flat_and_original(checkpoint=True, nested=True)),
+        every("fsdp1", *flat_and_original(checkpoint=True, nested=True)),
         ("checkpointed", 3),
     ),
     fsdp1(
         "tied embeddings",
-        both("fsdp1", *flat_and_original(), net="tied"),
+        every("fsdp1", *flat_and_original(), net="tied"),
         note="in one unit",
     ),
     fsdp1(
         "frozen parameters (LoRA)",
-        both("fsdp1", {}, net="lora"),
+        every("fsdp1", {}, net="lora"),
         note="original parameters",
     ),
     fsdp1(
         "ranks without a piece",
-        both("fsdp1", *flat_and_original(), net="single"),
+        every("fsdp1", *flat_and_original(), net="single"),
     ),
     fsdp1(
         "convolutions, experts",
         tuple(
             EngineCase("fsdp1", o, "kernels", params={"matrix_ndim": (2, 3, 4), **p})
             for o in flat_and_original(nested=True)
-            for p in ({}, LION)
+            for p in ({}, LION, *MATRIX)
         ),
-        note="by `matrix_ndim=(2, 3, 4)`; the clip is per tensor",
+        note="by `matrix_ndim=(2, 3, 4)`; the clip is per tensor; matrix variants treat experts one by one",
     ),
     fsdp1(
         "optimizer built before wrapping, original parameters",
-        both("fsdp1", {}, {"nested": True}, built="before"),
+        every("fsdp1", {}, {"nested": True}, built="before"),
         note="`attach` after wrapping",
     ),
     fsdp1(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.engines.row import ELEMENTWISE, EVERY, Row
+from tests.engines.row import Row
 
 ACCELERATE = "Accelerate: `accelerator.prepare(model, optimizer)`"
 TRAINER = "Hugging Face Trainer: `optim=`"
@@ -15,7 +15,6 @@ POOL = "process group"
 LAUNCH = "process group, `accelerate launch` (mars-adamw)"
 LAUNCHERS = "process group, `torchrun`, `accelerate launch` (mars-adamw)"
 BY_DEEPSPEED = "process group, `deepspeed` (mars-adamw)"
-CUT = "needs whole matrices"
 
 
 def prepared(kind: str, feature: str, **more: Any) -> Row:
@@ -37,8 +36,7 @@ LAUNCHED: list[Row] = [
         ranks=(2, 3),
         note="[every key](../ds_configs/README.md#what-works-with-mars)",
     ),
-    prepared("ddp", "DDP", variants=(*ELEMENTWISE, "mars-m")),
-    prepared("ddp", "DDP", variants=("mars-shampoo",), ranks=(2,)),
+    prepared("ddp", "DDP", note="matrix variants share out the matrices"),
     prepared("fsdp1", "FSDP1", note="the flat parameters where the model is prepared before MARS is built"),
     prepared("fsdp2", "FSDP2"),
     prepared("hsdp", "HSDP 2 x 2", ranks=(4,)),
@@ -49,11 +47,10 @@ LAUNCHED: list[Row] = [
         "one process",
         "`python`",
         "test_training_on_one_process",
-        variants=EVERY,
         ranks=(1,),
         note="LoRA run with mars-lion, checkpointing with mars-adamw",
     ),
-    trained("ddp", "DDP", LAUNCHERS, variants=EVERY),
+    trained("ddp", "DDP", LAUNCHERS, note="matrix variants share out the matrices"),
     trained("fsdp2", "FSDP2", POOL),
     trained(
         "",
@@ -80,15 +77,5 @@ LAUNCHED: list[Row] = [
         "DeepSpeed ZeRO-3, with and without offload and optimizer block",
         BY_DEEPSPEED,
         note="offload run on 2 ranks",
-    ),
-    trained(
-        "cut",
-        "FSDP2, ZeRO-2/3",
-        POOL,
-        "test_matrix_variants_are_refused_where_matrices_are_cut",
-        variants=EVERY[2:],
-        answer="refused",
-        message=CUT,
-        ranks=(2,),
     ),
 ]

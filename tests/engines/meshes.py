@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.engine_cases import EngineCase
 from tests.engine_more_cases import outcome
-from tests.engines.data_parallel import LION, MATRIX, both
+from tests.engines.data_parallel import LION, MATRIX, every
 from tests.engines.row import EVERY, Row
 
 FSDP2 = "`fully_shard` (FSDP2)"
@@ -23,49 +23,49 @@ def fsdp2(feature: str, cases: tuple[EngineCase, ...], *active: tuple[str, Any],
 
 NO_DECAY = ((("head", "norm"), {"weight_decay": 0.0}),)
 SWAPPED = {
-    "fsdp2": both("fsdp2", {}, built="swapped", groups=NO_DECAY),
-    "hsdp": both("fsdp2", {"mesh": "square"}, built="swapped", groups=NO_DECAY),
+    "fsdp2": every("fsdp2", {}, built="swapped", groups=NO_DECAY),
+    "hsdp": every("fsdp2", {"mesh": "square"}, built="swapped", groups=NO_DECAY),
 }
 
 MESHES: list[Row] = [
     fsdp2(
         "module by module or in one group, uneven and empty shards",
-        both("fsdp2", {}, {"nested": False}, {"reshard": False}),
+        every("fsdp2", {}, {"nested": False}, {"reshard": False}),
         note="also `reshard_after_forward=False`",
     ),
-    fsdp2("ranks without a piece", both("fsdp2", {}, net="single")),
+    fsdp2("ranks without a piece", every("fsdp2", {}, net="single")),
     fsdp2(
         "cut along another dimension (`shard_placement_fn`)",
-        both("fsdp2", {"dim": 1}, net="layers"),
+        every("fsdp2", {"dim": 1}, net="layers"),
         engines=("DTensor (Shard(dim=0),)", "DTensor (Shard(dim=1),)"),
     ),
     fsdp2(
         "`MixedPrecisionPolicy` (bfloat16)",
-        both("fsdp2", {"bf16": True}),
+        every("fsdp2", {"bf16": True}),
         same_as_one_process=False,
     ),
     fsdp2(
         "`CPUOffloadPolicy`",
-        both("fsdp2", {"offload": True}),
+        every("fsdp2", {"offload": True}),
         note="run without pinned memory",
     ),
     fsdp2(
         "activation checkpointing",
-        both("fsdp2", {"checkpoint": True}),
+        every("fsdp2", {"checkpoint": True}),
         ("checkpointed", 3),
     ),
     fsdp2(
         "`torch.compile`d model",
-        both("fsdp2", {"compile": True}),
+        every("fsdp2", {"compile": True}),
         ("compiled", True),
         note="run with the backend `aot_eager`",
     ),
     fsdp2(
         "tied embeddings",
-        both("fsdp2", {"nested": False}, net="tied"),
+        every("fsdp2", {"nested": False}, net="tied"),
         note="in one group; torch refuses two",
     ),
-    fsdp2("frozen parameters (LoRA)", both("fsdp2", {}, net="lora")),
+    fsdp2("frozen parameters (LoRA)", every("fsdp2", {}, net="lora")),
     fsdp2(
         "convolutions, experts",
         tuple(
@@ -76,7 +76,7 @@ MESHES: list[Row] = [
                 params={"matrix_ndim": (2, 3, 4), **p},
                 groups=groups,
             )
-            for p in ({}, LION)
+            for p in ({}, LION, *MATRIX)
             for groups in ((), ((("head",), {"use_mars": False, "lr": 5e-3}),))
         )
         + tuple(
@@ -91,37 +91,26 @@ MESHES: list[Row] = [
         ),
         note="by `matrix_ndim=(2, 3, 4)` or a group's `use_mars`; the clip is per tensor",
     ),
+    fsdp2(
+        "matrix variants in rounds",
+        tuple(EngineCase("fsdp2", params={**p, "matrix_buffer_mb": 1e-5}) for p in MATRIX),
+        in_rounds=True,
+        variants=EVERY[2:],
+        note="by `matrix_buffer_mb`",
+    ),
     fsdp2("parameters put into the groups after construction", SWAPPED["fsdp2"], note="as Accelerate does"),
     fsdp2(
         "`model.to()` after the optimizer was built",
-        both("fsdp2", {}, before="to"),
+        every("fsdp2", {}, before="to"),
         same_as_one_process=False,
-    ),
-    fsdp2(
-        "matrix variants",
-        tuple(EngineCase("fsdp2", params=p) for p in MATRIX),
-        variants=EVERY[2:],
-        answer="refused",
-        message="needs whole matrices, and DTensor",
-        function=outcome,
     ),
     Row(
         HSDP,
         "2 x 2 ranks",
-        cases=both("fsdp2", {"mesh": "square"}, {"mesh": "square", "nested": False}),
+        cases=every("fsdp2", {"mesh": "square"}, {"mesh": "square", "nested": False}),
         ranks=(4,),
         engines=("DTensor (Replicate(), Shard(dim=0))",),
         active=(("plain", 0), ("placements", {"(Replicate(), Shard(dim=0))"})),
-    ),
-    Row(
-        HSDP,
-        "matrix variants",
-        cases=tuple(EngineCase("fsdp2", {"mesh": "square"}, params=p) for p in MATRIX),
-        ranks=(4,),
-        variants=EVERY[2:],
-        answer="refused",
-        message="needs whole matrices, and DTensor",
-        function=outcome,
     ),
     Row(
         HSDP,
@@ -135,7 +124,7 @@ MESHES: list[Row] = [
     Row(
         TENSOR,
         "`ColwiseParallel`, `RowwiseParallel`; plain tensors in the same groups",
-        cases=both("tensor_parallel", {}, net="layers"),
+        cases=every("tensor_parallel", {}, net="layers"),
         engines=(
             "DTensor (Shard(dim=0),)",
             "DTensor (Shard(dim=1),)",
@@ -147,7 +136,7 @@ MESHES: list[Row] = [
     Row(
         TENSOR,
         "`SequenceParallel`",
-        cases=both("tensor_parallel", {"sequence": True}, net="layers"),
+        cases=every("tensor_parallel", {"sequence": True}, net="layers"),
         collectives=3,
         engines=(
             "DTensor (Shard(dim=0),)",
@@ -161,7 +150,7 @@ MESHES: list[Row] = [
     Row(
         BOTH,
         "2 x 2 ranks, also both on one dimension of a tensor",
-        cases=both(
+        cases=every(
             "tensor_parallel",
             {"data": True},
             {"data": True, "sequence": True},
@@ -169,6 +158,7 @@ MESHES: list[Row] = [
         ),
         ranks=(4,),
         collectives=2,
+        groups=2,
         engines=(
             "DTensor (Shard(dim=0),)",
             "DTensor (Shard(dim=0), Replicate())",
@@ -180,9 +170,10 @@ MESHES: list[Row] = [
     Row(
         BOTH,
         "2 x 2 ranks, FSDP2 along another dimension",
-        cases=both("tensor_parallel", {"data": True, "dim": 1}, net="layers"),
+        cases=every("tensor_parallel", {"data": True, "dim": 1}, net="layers"),
         ranks=(4,),
         collectives=2,
+        groups=2,
         engines=(
             "DTensor (Shard(dim=0),)",
             "DTensor (Shard(dim=0), Replicate())",
@@ -192,31 +183,12 @@ MESHES: list[Row] = [
         ),
         active=(("plain", 0),),
     ),
-    Row(
-        BOTH,
-        "matrix variants",
-        cases=tuple(EngineCase("tensor_parallel", {"data": True}, "layers", params=p) for p in MATRIX),
-        ranks=(4,),
-        variants=EVERY[2:],
-        answer="refused",
-        message="needs whole matrices, and DTensor",
-        function=outcome,
-    ),
     fsdp2(
         "exact mode",
         (EngineCase("fsdp2", params={"is_approx": False}),),
         variants=("mars-adamw",),
         answer="refused",
         message="exact mode (is_approx=False) is not supported",
-        function=outcome,
-    ),
-    Row(
-        TENSOR,
-        "matrix variants",
-        cases=tuple(EngineCase("tensor_parallel", {}, "layers", params=p) for p in MATRIX),
-        variants=EVERY[2:],
-        answer="refused",
-        message="needs whole matrices, and DTensor",
         function=outcome,
     ),
 ]

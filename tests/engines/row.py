@@ -27,7 +27,10 @@ class Row:
         ranks: the numbers of ranks it is run on.
         cases: what ``function(case)`` runs on every rank. Rows without cases name the test, or the file of tests, that
             ``shown_by`` holds, and which of its cases by ``kind``.
-        collectives: how many a step after the first makes.
+        collectives: how many a step after the first makes with element-wise variants.
+        groups: of ranks that share matrices. Matrix variants make two all-to-alls more for each, or one broadcast from
+            each owner where ranks hold copies.
+        in_rounds: the same for each of several rounds.
         engines: what ``optimizer.engines()`` says.
         active: what ``facts`` must say: the proof that the engine under test was active.
         same_as_one_process: whether the end is also that of one process in float32.
@@ -36,7 +39,7 @@ class Row:
     engine: str
     feature: str
     launcher: str = "process group"
-    variants: tuple[str, ...] = ELEMENTWISE
+    variants: tuple[str, ...] = EVERY
     answer: str = "works"
     message: str = ""
     note: str = ""
@@ -46,6 +49,8 @@ class Row:
     shown_by: str = ""
     kind: str = ""
     collectives: int = 1
+    groups: int = 1
+    in_rounds: bool = False
     engines: tuple[str, ...] = ()
     active: tuple[tuple[str, Any], ...] = ()
     same_as_one_process: bool = True

@@ -147,7 +147,7 @@ def _optimizer(config: Config) -> Iterator[Finding]:
         )
         return
     yield from _keywords(_params(config))
-    yield from _what_needs_whole_tensors(config)
+    yield from _exact_mode(config)
 
 
 def _keywords(params: Config) -> Iterator[Finding]:
@@ -204,15 +204,8 @@ def _refusal(keywords: Mapping[str, Any]) -> str:
     return ""
 
 
-def _what_needs_whole_tensors(config: Config) -> Iterator[Finding]:
-    params, stage = _params(config), stage_of(config)
-    if lookup(params, "mars_type") in ("mars-shampoo", "mars-m") and stage > 0:
-        yield Finding(
-            "error",
-            "optimizer.params.mars_type",
-            f"= {params['mars_type']!r} needs whole matrices, which ZeRO stage {stage} spreads over the ranks: this "
-            'version refuses it on more than one rank. Use "mars-adamw" or "mars-lion", or stage 0.',
-        )
+def _exact_mode(config: Config) -> Iterator[Finding]:
+    params = _params(config)
     if params.get("is_approx") is False:
         yield Finding(
             "error",
