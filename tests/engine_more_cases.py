@@ -115,7 +115,7 @@ def with_another_plan_on_one_rank(case: EngineCase) -> dict[str, Any]:
     from mars_dist import matrices
 
     cost = matrices.cost
-    other = (lambda matrix: -cost(matrix)) if dist.get_rank() == dist.get_world_size() - 1 else cost
+    other = (lambda *matrix: -cost(*matrix)) if dist.get_rank() == dist.get_world_size() - 1 else cost
     with mock.patch.object(matrices, "cost", other):
         return outcome(case)
 
@@ -146,7 +146,7 @@ def traffic(case: EngineCase) -> dict[str, Any]:
         backward(built, step)
         with mock.patch.multiple(dist, **ours) if step else contextlib.nullcontext():
             optimizer.step()
-    plans = [(plan, dist.get_rank(key[0])) for key, plan in optimizer._tables.plans.known.items() if key[0] is not None]
+    plans = [(exchanges[0].plan, exchanges[0].rank) for exchanges, _ in optimizer._tables.plans.shared.values()]
     states = [
         (local(p), {k: local(s) for k, s in state.items() if k != "step"}) for p, state in optimizer.state.items()
     ]
