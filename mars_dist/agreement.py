@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mars_dist.config import GROUP_DEFAULTS, Settings
-from mars_dist.maths.rules import Rule
+from mars_dist.maths.rules import MatrixForm, Rule
 from mars_dist.sharding.layout import WHOLE, Layout
 from mars_dist.sharding.norms import FAULT, check_same, is_shared
 
@@ -89,6 +89,8 @@ def _unsupported(tensor: New, settings: Settings) -> str:
         )
     ranks = math.prod(dist.get_world_size(g) for g in layout.process_groups if is_shared(g))
     for segment, rule in zip(layout.segments, tensor.rules, strict=True):
+        if rule.whole_matrix and (fault := MatrixForm.of(tensor.group).fault(segment.shape)):
+            return f"{segment.name}: {fault}."
         if rule.whole_matrix and any(is_shared(g) for g in layout.process_groups):
             return (
                 f"{rule.label} needs whole matrices, and {layout.engine} spreads {segment.name} of shape "

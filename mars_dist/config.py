@@ -45,6 +45,8 @@ GROUP_DEFAULTS: dict[str, Any] = {
     "clip": 1.0,
     "use_mars": None,
     "maximize": False,
+    "fan_in_fan_out": False,
+    "matrix_parts": 1,
 }
 
 
@@ -70,8 +72,7 @@ class Settings:
         if self.ns_dtype is not None:
             object.__setattr__(self, "ns_dtype", str(self.ns_dtype).removeprefix("torch."))
             _one_of("ns_dtype", self.ns_dtype, NS_DTYPES)
-        if isinstance(self.ns_steps, bool) or not isinstance(self.ns_steps, int) or self.ns_steps < 1:
-            raise ValueError(f"ns_steps must be a whole number of at least 1, got {self.ns_steps!r}")
+        _whole_number("ns_steps", self.ns_steps)
         ranks = self.matrix_ndim if isinstance(self.matrix_ndim, (tuple, list)) else (self.matrix_ndim,)
         if not ranks or any(isinstance(r, bool) or not isinstance(r, int) or r < 2 for r in ranks):
             raise ValueError(
@@ -158,8 +159,9 @@ def check_group(group: Mapping[str, Any]) -> None:
     _number("gamma", group["gamma"])
     if group["clip"] is not None:
         _number("clip", group["clip"], low=0.0, open_low=True, hint=" (None turns the clip off)")
-    for name in ("amsgrad", "optimize_1d", "maximize"):
+    for name in ("amsgrad", "optimize_1d", "maximize", "fan_in_fan_out"):
         _boolean(name, group[name])
+    _whole_number("matrix_parts", group["matrix_parts"])
     if group["use_mars"] is not None and not isinstance(group["use_mars"], bool):
         raise ValueError(f"use_mars must be True, False or None (= by the tensor's shape), got {group['use_mars']!r}")
 
@@ -215,6 +217,11 @@ def _number(
         else:
             wanted = f"in {'(' if open_low else '['}{low:g}, {'inf' if math.isinf(high) else format(high, 'g')})"
         raise ValueError(f"{name} must be {wanted}{hint}, got {value!r}")
+
+
+def _whole_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def _boolean(name: str, value: Any) -> None:

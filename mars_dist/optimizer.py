@@ -24,9 +24,9 @@ from mars_dist.config import (
 )
 from mars_dist.saving import complete_units, undo_units, warn_of_other_values
 from mars_dist.sharding.dtensor import copy_as, is_dtensor, local, local_gradient
-from mars_dist.sharding.layout import COPIES, Segment
+from mars_dist.sharding.layout import COPIES
 from mars_dist.step import Shard, check_gradient, learning_rate, rule_of, take_step
-from mars_dist.tables import GROUP_ID, Tables
+from mars_dist.tables import GROUP_ID, Tables, check_last_group, shapes_and_rules
 
 logger = logging.getLogger("mars_dist")
 
@@ -90,12 +90,16 @@ class MARS(Optimizer):
             torch.optim does (mars-lion: into the momentum; sign(NaN) is 0, so that the tensor stays where it is).
         use_mars: True or False decides for all tensors (of a group); None goes by shape.
         maximize: ascend instead of descend.
+        fan_in_fan_out, matrix_parts: how matrices are held, for the matrix variants only (the others ignore it): as
+            (in, out), as by transformers' Conv1D, so that the scale takes the transposed shape; and how many matrices
+            of equal size lie side by side along the outputs (fused query, key and value: 3), each a matrix of its own.
 
     State per tensor: ``step`` (0-dim), ``exp_avg``, and what its rule needs of ``exp_avg_sq``, ``max_exp_avg_sq`` and
     ``prev_grad`` (h, in the gradient's dtype, never sharing memory with a gradient). Created at the first step.
 
     Raises:
-        ValueError, TypeError: for a value out of range or an unknown keyword, naming it and the nearest known one.
+        ValueError, TypeError: for a value out of range or an unknown keyword, naming it and the nearest known one;
+            for ``matrix_parts`` that do not divide a matrix (RuntimeError where only the first step knows its shape).
         RuntimeError: in ``step()`` for sparse or complex gradients, or when an engine hands over tensors whose shapes
             cannot be known; MARS never falls back to AdamW silently.
     """
@@ -125,6 +129,8 @@ class MARS(Optimizer):
         skip_nonfinite: bool = False,
         use_mars: bool | None = None,
         maximize: bool = False,
+        fan_in_fan_out: bool = False,
+        matrix_parts: int = 1,
         **unknown: Any,
     ) -> None:
         check_keywords(unknown, KEYWORDS)
@@ -152,6 +158,8 @@ class MARS(Optimizer):
             "clip": clip,
             "use_mars": use_mars,
             "maximize": maximize,
+            "fan_in_fan_out": fan_in_fan_out,
+            "matrix_parts": matrix_parts,
         }
         assert defaults.keys() == GROUP_DEFAULTS.keys()
         self._tables = Tables()
@@ -173,6 +181,7 @@ class MARS(Optimizer):
         group = resolve_group(param_group, self.defaults)
         group[GROUP_ID] = len(self._tables.originals)
         super().add_param_group(group)
+        check_last_group(self.param_groups, self.settings)
         self._tables.remember(group)
 
     def attach(self, model: nn.Module) -> None:
@@ -345,8 +354,7 @@ class MARS(Optimizer):
         """The largest number of states, without ``step``, that a tensor of a group's parameters together will have."""
         most = 0
         for group in self.param_groups:
-            shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in group["params"] if p.requires_grad]
-            rules = [rule_of(Segment("", shape, 0, 0, 0), group, self.settings) for shape in shapes]
+            rules = [rule for p, _, rule in shapes_and_rules(group, self.settings) if p.requires_grad]
             most = max(most, len(states.needed(rules, group["amsgrad"])))
         return most
 

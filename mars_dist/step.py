@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from mars_dist import kernels
 from mars_dist.config import Settings
 from mars_dist.kernels import Block, Hyper, Scratch
-from mars_dist.maths.rules import Orthogonalizer, Rule, as_matrix, rule_for
+from mars_dist.maths.rules import MatrixForm, Orthogonalizer, Rule, as_matrix, rule_for
 from mars_dist.sharding.layout import Layout, Segment
 from mars_dist.sharding.norms import is_shared, sum_over_ranks
 from mars_dist.states import STEP
@@ -376,6 +376,7 @@ def _move_matrices(bucket: Bucket, settings: Settings, taken: dict[int, Tensor])
             t if t.shape == shape else t.view(-1)[s.offset : s.offset + s.numel].view(shape)
             for t in (piece.shard.param, piece.shard.state["exp_avg"])
         )
-        d = bucket.rule.matrix_direction(as_matrix(exp_avg), 1.0 - hyper.beta1, hyper.eps, orthogonalize)
+        form = MatrixForm.of(piece.shard.group)
+        d = bucket.rule.matrix_direction(as_matrix(exp_avg), 1.0 - hyper.beta1, hyper.eps, orthogonalize, form)
         lr = [taken[id(piece.shard)].double() * hyper.lr] if taken else hyper.lr
         kernels.move([value], [d.reshape(shape)], None, lr, hyper.weight_decay)

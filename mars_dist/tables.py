@@ -7,7 +7,7 @@ import math
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from mars_dist.agreement import New, check_over_ranks
 from mars_dist.config import Settings
+from mars_dist.maths.rules import MatrixForm, Rule
 from mars_dist.sharding import fsdp1, torch_native
 from mars_dist.sharding.dtensor import is_dtensor, moved_from
-from mars_dist.sharding.layout import Layout
+from mars_dist.sharding.layout import Layout, Segment
 from mars_dist.sharding.locate import locate, trainable_only
 from mars_dist.step import rule_of
 
@@ -35,6 +36,22 @@ def _hold(param: Tensor) -> Callable[[], Tensor | None]:
     those are kept alive. An engine that replaces them is followed (``Tables.follow``).
     """
     return (lambda: param) if is_dtensor(param) else weakref.ref(param)
+
+
+def shapes_and_rules(group: Mapping[str, Any], settings: Settings) -> list[tuple[Tensor, tuple[int, ...], Rule]]:
+    """Each tensor of ``group`` with its shape and its rule, as it is now (an engine may show pieces only)."""
+    shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in group["params"]]
+    rules = [rule_of(Segment("", shape, 0, 0, 0), group, settings) for shape in shapes]
+    return list(zip(group["params"], shapes, rules, strict=True))
+
+
+def check_last_group(groups: list[dict[str, Any]], settings: Settings) -> None:
+    """Take the last group out again and raise ``ValueError`` if its ``matrix_parts`` does not fit a tensor."""
+    names = groups[-1].get("param_names", range(len(groups[-1]["params"])))
+    for name, (_, shape, rule) in zip(names, shapes_and_rules(groups[-1], settings), strict=True):
+        if rule.whole_matrix and (fault := MatrixForm.of(groups[-1]).fault(shape)):
+            groups.pop()
+            raise ValueError(f"parameter {name} of the group: {fault}.")
 
 
 def _takes_part(p: Tensor) -> bool:

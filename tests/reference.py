@@ -59,6 +59,13 @@ def as_matrices(tensor: Tensor) -> Tensor:
     return tensor.reshape(1, tensor.shape[0], -1)
 
 
+def parts_of(matrix: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
+    """The matrices that one tensor holds side by side along its outputs (rows, or columns under fan_in_fan_out)."""
+    dim = 1 if group["fan_in_fan_out"] else 0
+    assert matrix.shape[dim] % group["matrix_parts"] == 0
+    return list(matrix.chunk(group["matrix_parts"], dim=dim))
+
+
 class ReferenceMARS:
     """MARS on named tensors in float64.
 
@@ -66,8 +73,8 @@ class ReferenceMARS:
         params: Name to tensor. They are copied, never written.
         groups: Parameter groups as ``{"names": [...], **overrides}``; None is one group with all names. A group may
             override ``lr``, ``betas``, ``gamma``, ``weight_decay``, ``eps``, ``lr_1d``, ``betas_1d``,
-            ``weight_decay_1d``, and set ``use_mars`` (True: the MARS rule for every tensor; False: AdamW for all;
-            None: by shape).
+            ``weight_decay_1d``, ``fan_in_fan_out``, ``matrix_parts``,
+            and set ``use_mars`` (True: the MARS rule for every tensor; False: AdamW for all; None: by shape).
         matrices: If given, the names in it take the MARS rule and all others AdamW, whatever groups and shapes say.
         amsgrad: Keeps the running maximum of v, under AdamW as under MARS-AdamW.
         weight_decay_1d: None means "not given": then a group's own ``weight_decay`` comes before the default 0.1.
@@ -107,6 +114,8 @@ class ReferenceMARS:
         matrix_ndim: int | Sequence[int] = 2,
         maximize: bool = False,
         matrices: set[str] | None = None,
+        fan_in_fan_out: bool = False,
+        matrix_parts: int = 1,
     ) -> None:
         self.params = {name: p.detach().to(torch.float64, copy=True) for name, p in params.items()}
         self.state: dict[str, dict[str, Any]] = {name: {} for name in params}
@@ -116,7 +125,7 @@ class ReferenceMARS:
         self.ns_steps, self.ns_dtype, self.orthogonalizer = ns_steps, ns_dtype, orthogonalizer
         self.groups = []
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "gamma": gamma}
-        defaults["betas_1d"] = betas_1d
+        defaults |= {"betas_1d": betas_1d, "fan_in_fan_out": fan_in_fan_out, "matrix_parts": matrix_parts}
         for overrides in groups or [{"names": list(params)}]:
             group = {**defaults, "use_mars": None, **overrides}
             # A group's own lr moves both learning rates; only its own lr_1d changes their ratio.
@@ -211,13 +220,20 @@ class ReferenceMARS:
             return m.sign()
         if m.numel() == 0:
             return m
-        if rule == "MARS-Shampoo":
-            batch = [self._orthogonalize(x / (1 - beta1), group["eps"]) for x in as_matrices(m)]
-            scale = max(1.0, batch[0].shape[0] / batch[0].shape[1]) ** 0.5
-        else:
-            batch = [self._orthogonalize(x, 1e-7) for x in as_matrices(m)]
-            scale = 0.2 * math.sqrt(max(batch[0].shape))
-        return scale * torch.stack(batch).reshape(m.shape)
+        batch = [self._matrix_direction(rule, x, group) for x in as_matrices(m)]
+        return torch.stack(batch).reshape(m.shape)
+
+    def _matrix_direction(self, rule: str, matrix: Tensor, group: dict[str, Any]) -> Tensor:
+        out = []
+        for x in parts_of(matrix, group):
+            outputs, inputs = reversed(x.shape) if group["fan_in_fan_out"] else x.shape
+            if rule == "MARS-Shampoo":
+                scale = max(1.0, outputs / inputs) ** 0.5
+                out.append(scale * self._orthogonalize(x / (1 - group["betas"][0]), group["eps"]))
+            else:
+                scale = 0.2 * math.sqrt(max(outputs, inputs))
+                out.append(scale * self._orthogonalize(x, 1e-7))
+        return torch.cat(out, dim=1 if group["fan_in_fan_out"] else 0)
 
     def _adam_direction(self, state: dict[str, Any], u: Tensor, betas: tuple[float, float], eps: float) -> Tensor:
         beta1, beta2 = betas

@@ -46,7 +46,7 @@ WRONG: list[tuple[str, Any, str]] = [
     # Flags.
     *(
         (name, value, TRUTH)
-        for name in ("amsgrad", "is_approx", "optimize_1d", "skip_nonfinite", "maximize")
+        for name in ("amsgrad", "is_approx", "optimize_1d", "skip_nonfinite", "maximize", "fan_in_fan_out")
         for value in (1, "true", "auto", None)
     ),
     *(("use_mars", value, "True, False or None") for value in (1, "true", "auto")),
@@ -55,7 +55,11 @@ WRONG: list[tuple[str, Any, str]] = [
     *(("first_step", value, "'reference', 'paper'") for value in ("zero", None, True)),
     *(("orthogonalizer", value, "'newton-schulz', 'svd'") for value in ("polar", None)),
     *(("ns_dtype", value, "'bfloat16', 'float32', 'float64'") for value in ("float16", torch.float16, "fp32", 32)),
-    *(("ns_steps", value, "whole number of at least 1") for value in (0, -1, 5.0, "5", True, None, NAN)),
+    *(
+        (name, value, "whole number of at least 1")
+        for name in ("ns_steps", "matrix_parts")
+        for value in (0, -1, 5.0, "5", True, None, NAN)
+    ),
     *(("matrix_ndim", value, "at least 2") for value in (1, 0, (), (2, 1), "2", 2.0, True, None, (2, "3"))),
 ]  # fmt: skip
 
@@ -82,7 +86,8 @@ def shows(message: str, value: Any) -> bool:
     return any(str(candidate).removeprefix("torch.") in message for candidate in candidates)
 
 
-GROUP_KEYS = (*SCALARS, *PAIRS, "clip", "amsgrad", "optimize_1d", "use_mars", "maximize")
+GROUP_KEYS = (*SCALARS, *PAIRS, "clip", "amsgrad", "optimize_1d", "use_mars", "maximize", "fan_in_fan_out")
+GROUP_KEYS += ("matrix_parts",)
 
 
 @pytest.mark.parametrize(("name", "value", "wanted"), [row for row in WRONG if row[0] in GROUP_KEYS], ids=identify)

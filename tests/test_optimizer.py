@@ -41,11 +41,13 @@ OURS: dict[str, Any] = {
     "skip_nonfinite": False,
     "use_mars": None,
     "maximize": False,
+    "fan_in_fan_out": False,
+    "matrix_parts": 1,
 }
 # What may differ between groups; lr_1d is kept as its ratio to lr.
 GROUP_KEYS = {
     *("lr", "betas", "eps", "weight_decay", "amsgrad", "gamma", "optimize_1d", "lr_1d_ratio", "betas_1d"),
-    *("weight_decay_1d", "clip", "use_mars", "maximize"),
+    *("weight_decay_1d", "clip", "use_mars", "maximize", "fan_in_fan_out", "matrix_parts"),
 }
 SETTINGS = {
     *("mars_type", "is_approx", "first_step", "ns_steps", "ns_dtype", "orthogonalizer", "matrix_ndim"),

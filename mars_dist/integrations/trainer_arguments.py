@@ -75,6 +75,8 @@ KINDS: dict[str, _Kind] = {
     "amsgrad": BOOLEAN,
     "optimize_1d": BOOLEAN,
     "maximize": BOOLEAN,
+    "fan_in_fan_out": BOOLEAN,
+    "matrix_parts": (_whole, "a whole number"),
     "is_approx": BOOLEAN,
     "skip_nonfinite": BOOLEAN,
     "use_mars": (_or_none(_boolean), "True, False, or None for by shape"),

@@ -10,7 +10,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def newton_schulz(
-    x: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype | None = None, form: str = "mars-m"
+    x: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype | None = None, variant: str = "mars-m"
 ) -> Tensor:
     """Approximate orthogonal factor of ``x`` by the quintic Newton-Schulz iteration.
 
@@ -23,7 +23,7 @@ def newton_schulz(
         eps: added to the Frobenius norm.
         dtype: precision of the iteration; None takes bfloat16 on accelerators, and float32 on CPUs (where bfloat16
             products are emulated), or float64 for float64 input there.
-        form: the published code of MARS-Shampoo ("mars-shampoo") takes the norm before the cast to ``dtype`` and
+        variant: the published code of MARS-Shampoo ("mars-shampoo") takes the norm before the cast to ``dtype`` and
             multiplies A (A X); that of MARS-M ("mars-m") takes it after the cast and multiplies (A A) X. Equal in
             real arithmetic, several per cent apart in bfloat16.
 
@@ -42,13 +42,13 @@ def newton_schulz(
         dtype = torch.promote_types(x.dtype, torch.float32) if x.device.type == "cpu" else torch.bfloat16
     a, b, c = COEFFICIENTS
     y = x.to(dtype)
-    norm = torch.linalg.vector_norm(x if form == "mars-shampoo" else y, dim=(-2, -1), keepdim=True) + eps
+    norm = torch.linalg.vector_norm(x if variant == "mars-shampoo" else y, dim=(-2, -1), keepdim=True) + eps
     y = (y.to(torch.promote_types(norm.dtype, torch.float32)) / norm).to(dtype)
     tall = x.shape[-2] > x.shape[-1]
     y = y.mT if tall else y
     for _ in range(steps):
         gram = y @ y.mT
-        if form == "mars-shampoo":
+        if variant == "mars-shampoo":
             gram_y = gram @ y
             y = a * y + b * gram_y + (c * gram) @ gram_y
         else:

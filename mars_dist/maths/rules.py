@@ -7,8 +7,9 @@ arXiv 2411.10438 (MARS) and arXiv 2510.21800 (MARS-M) as implemented by their au
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,15 +64,16 @@ class Rule:
         second_moment: keeps ``exp_avg_sq``.
         direction: element-wise rules: ``direction(c, moments)`` updates the moments in place and returns d for each
             tensor (it may write into ``c`` and the scratch).
-        matrix_direction: matrix rules: ``matrix_direction(exp_avg, 1 - beta1, eps, orthogonalize)`` is called with a
-            whole matrix, or a batch of them, after the momentum was updated; it changes nothing and returns d.
+        matrix_direction: matrix rules: ``matrix_direction(x, 1 - beta1, eps, orthogonalize, form)`` is called with the
+            momentum ``x`` (..., rows, cols) of a whole matrix, or of a batch of equal shapes of any size, after it was
+            updated; it changes nothing and returns d.
     """
 
     label: str
     corrected: bool = True
     second_moment: bool = False
     direction: Callable[[Tensors, Moments], Direction] | None = None
-    matrix_direction: Callable[[Tensor, float, float, Orthogonalizer], Tensor] | None = None
+    matrix_direction: Callable[[Tensor, float, float, Orthogonalizer, MatrixForm], Tensor] | None = None
 
     @property
     def whole_matrix(self) -> bool:
@@ -91,8 +93,67 @@ class Orthogonalizer:
     steps: int
     dtype: torch.dtype | None
 
-    def __call__(self, x: Tensor, eps: float, form: str) -> Tensor:
-        return polar_factor(x) if self.method == "svd" else newton_schulz(x, self.steps, eps, self.dtype, form)
+    def __call__(self, x: Tensor, eps: float, variant: str) -> Tensor:
+        return polar_factor(x) if self.method == "svd" else newton_schulz(x, self.steps, eps, self.dtype, variant)
+
+
+@dataclass(frozen=True)
+class MatrixForm:
+    """How the tensors of a parameter group hold their matrices; only the matrix rules look at it.
+
+    Attributes:
+        fan_in_fan_out: kept as (in, out), as by transformers' Conv1D, not as (out, in) like ``nn.Linear``.
+        parts: the output dimension holds that many matrices of equal size one after the other (fused query, key and
+            value: 3), each of which is orthogonalised and scaled by itself.
+    """
+
+    fan_in_fan_out: bool = False
+    parts: int = 1
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> MatrixForm:
+        return cls(group["fan_in_fan_out"], group["matrix_parts"])
+
+    def fault(self, shape: Sequence[int]) -> str:
+        """What is wrong with a tensor of GLOBAL shape ``shape`` under a matrix rule, and what to do; or ""."""
+        rows, cols = shape[-2:] if len(shape) <= 3 else (shape[0], math.prod(shape[1:]))
+        outputs = cols if self.fan_in_fan_out else rows
+        if outputs % self.parts == 0:
+            return ""
+        return (
+            f"matrix_parts={self.parts} does not divide the {outputs} outputs of a matrix of shape {tuple(shape)} "
+            f"(fan_in_fan_out={self.fan_in_fan_out}: the outputs are its {'columns' if self.fan_in_fan_out else 'rows'}"
+            "): put tensors that hold several matrices into a parameter group of their own, and set "
+            "fan_in_fan_out=True where they are kept as (in, out)"
+        )
+
+    def split(self, x: Tensor) -> Tensor:
+        """The parts of the matrices (..., rows, cols) as a batch (..., parts, rows, cols); one part: ``x`` itself.
+
+        Raises:
+            ValueError: the output dimension is not a multiple of ``parts``.
+        """
+        if self.parts == 1:
+            return x
+        if fault := self.fault(x.shape[-2:]):
+            raise ValueError(fault)
+        dim = -1 if self.fan_in_fan_out else -2
+        split = x.unflatten(dim, (self.parts, x.shape[dim] // self.parts))
+        return split.movedim(-2, -3) if self.fan_in_fan_out else split
+
+    def join(self, x: Tensor) -> Tensor:
+        """The reverse of ``split``."""
+        if self.parts == 1:
+            return x
+        return x.movedim(-3, -2).flatten(-2) if self.fan_in_fan_out else x.flatten(-3, -2)
+
+    def outputs_and_inputs(self, part: Tensor) -> tuple[int, int]:
+        """Of one part, as ``split`` gives it."""
+        rows, cols = part.shape[-2:]
+        return (cols, rows) if self.fan_in_fan_out else (rows, cols)
+
+
+PLAIN = MatrixForm()
 
 
 def adamw_direction(c: Tensors, s: Moments) -> Direction:
@@ -124,15 +185,23 @@ def lion_direction(c: Tensors, s: Moments) -> Direction:
     return c, None
 
 
-def shampoo_direction(exp_avg: Tensor, weight1: float, eps: float, orthogonalize: Orthogonalizer) -> Tensor:
-    """d = orth(m / (1 - beta1)) * sqrt(max(1, rows / cols)), for (..., rows, cols)."""
-    rows, cols = exp_avg.shape[-2:]
-    return orthogonalize(exp_avg / weight1, eps, "mars-shampoo") * math.sqrt(max(1.0, rows / cols))
+def shampoo_direction(
+    x: Tensor, weight1: float, eps: float, orthogonalize: Orthogonalizer, form: MatrixForm = PLAIN
+) -> Tensor:
+    """d = orth(m / (1 - beta1)) * sqrt(max(1, out / in)), for each part of each matrix of (..., rows, cols)."""
+    parts = form.split(x)
+    outputs, inputs = form.outputs_and_inputs(parts)
+    scale = math.sqrt(max(1.0, outputs / inputs)) if inputs else 1.0
+    return form.join(orthogonalize(parts / weight1, eps, "mars-shampoo") * scale)
 
 
-def mars_m_direction(exp_avg: Tensor, weight1: float, eps: float, orthogonalize: Orthogonalizer) -> Tensor:
-    """d = orth(m) * 0.2 * sqrt(max(rows, cols)), for (..., rows, cols); the iteration adds 1e-7, not ``eps``."""
-    return orthogonalize(exp_avg, 1e-7, "mars-m") * (0.2 * math.sqrt(max(exp_avg.shape[-2:])))
+def mars_m_direction(
+    x: Tensor, weight1: float, eps: float, orthogonalize: Orthogonalizer, form: MatrixForm = PLAIN
+) -> Tensor:
+    """d = orth(m) * 0.2 * sqrt(max(out, in)), for each part of each matrix of (..., rows, cols); the iteration adds
+    1e-7, not ``eps``."""
+    parts = form.split(x)
+    return form.join(orthogonalize(parts, 1e-7, "mars-m") * (0.2 * math.sqrt(max(parts.shape[-2:]))))
 
 
 ADAMW = Rule("AdamW", corrected=False, second_moment=True, direction=adamw_direction)
