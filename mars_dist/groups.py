@@ -238,7 +238,8 @@ def _find(model: nn.Module) -> list[_Tensor]:
         t.fan_in_fan_out |= last == "weight" and _is_conv1d(module)
         if HEAD_NAME_IF_VOCABULARY.fullmatch(name):
             t.is_embedding |= len(shape) == 2 and shape[1 if t.fan_in_fan_out else 0] in vocabularies
-        t.is_qkv |= bool(QKV_NAME.fullmatch(layer) and last == "weight" or QKV_NAME.fullmatch(last))
+        fused = QKV_NAME.fullmatch(layer if last == "weight" else last)
+        t.is_qkv |= bool(fused) and not any(part.startswith("lora_") for part in path)
     return list(found.values())
 
 

@@ -69,25 +69,24 @@ def wrapped(how: str, net: nn.Module) -> Any:
     return fully_shard(net)
 
 
-def tables(ways: list[str], variant: str) -> dict[str, tuple[str, str, list[str], str]]:
-    """For each way of wrapping: the type of the model, the types of its parameters, and the table before and after."""
+def tables(ways: list[str], variant: str) -> dict[str, tuple[str, tuple[str, int], str, str]]:
+    """For each way of wrapping: the model's type, type and dimensions of a matrix in it, tables before and after."""
     import mars_dist
 
     out = {}
     for how in ways:
         torch.compiler.reset()
-        net = with_lora(gpt2()) if how.startswith("lora") else gpt2()
-        before = str(mars_dist.param_groups(net, variant, split_qkv=not how.startswith("lora"), **NUMBERS))
+        lora = how.startswith("lora")  # its biases are frozen, and so are the fused weights
+        arguments = {k: v for k, v in NUMBERS.items() if k != "no_decay"} if lora else {**NUMBERS, "split_qkv": True}
+        net = with_lora(gpt2()) if lora else gpt2()
+        before = str(mars_dist.param_groups(net, variant, **arguments))
         model = wrapped(how, net)
         try:
-            after = str(mars_dist.param_groups(model, variant, split_qkv=not how.startswith("lora"), **NUMBERS))
+            after = str(mars_dist.param_groups(model, variant, **arguments))
         except ValueError as error:
             after = f"ValueError: {error}"
-        kinds = {
-            type(p).__name__ + (" flattened" * (len(p.shape) < 2)) for n, p in model.named_parameters() if "c_" in n
-        }
-        kinds = {kind for kind in kinds if "c_" not in kind}
-        out[how] = (type(model).__name__, before, sorted(kinds), after)
+        matrix = next((p for n, p in model.named_parameters() if "c_attn" in n and "bias" not in n), torch.empty(0))
+        out[how] = (type(model).__name__, (type(matrix).__name__, matrix.ndim), before, after)
     return out
 
 
@@ -147,7 +146,8 @@ def train_with_deepspeed(stage: int, zero_init: bool, variant: str, frozen: tupl
     shapes = sorted({tuple(p.shape) for p in net.parameters()})
     with deepspeed.zero.GatheredParameters(list(net.parameters()), enabled=zero_init):
         start = {n: p.detach().double().clone() for n, p in net.named_parameters()}
-    groups = mars_dist.param_groups(net, variant, **NUMBERS)
+    numbers = {key: value for key, value in NUMBERS.items() if key != "no_decay" or not frozen}
+    groups = mars_dist.param_groups(net, variant, **numbers)
     expected, table = groups_of(groups), str(groups)
     optimizer = mars_dist.MARS(groups, mars_type=variant, clip=0.1, ns_dtype="float32")
     engine, wrapper, *_ = deepspeed.initialize(model=net, config=config, optimizer=optimizer)
