@@ -447,6 +447,20 @@ def test_further_refusals() -> None:
     param_groups(grouped, "mars-m", split_qkv=True, matrix_parts={"qkv_proj.weight": 1})
 
 
+def test_adapters_of_an_embedding_whose_name_says_nothing() -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = nn.ModuleDict({"table": nn.Embedding(9, 6), "layer": nn.Linear(6, 6)})
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["table", "layer"]), model)
+    found = roles(param_groups(model, "mars-m"))
+    assert found == {
+        "table.lora_embedding_A.default": "embeddings and head",
+        "table.lora_embedding_B.default": "embeddings and head",
+        "layer.lora_A.default.weight": "matrices",
+        "layer.lora_B.default.weight": "matrices",
+    }
+
+
 def test_what_the_first_page_says_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (snippet,) = [
         b for b in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "groups" in b
