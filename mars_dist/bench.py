@@ -2,6 +2,10 @@
 
 The candidates take turns, so that a machine that slows down slows all of them; the median of the rounds is shown,
 and every time is also given as a ratio to the straightforward loop over tensors. CPU time is that of this process.
+
+``--orthogonalize`` shows what each orthogonalisation costs, as ratios to five steps of the authors' Newton-Schulz, and
+how far from the exact factor U V^T it ends: ||Y - U V^T|| / ||U V^T|| in the Frobenius norm, on matrices whose singular
+values are those of a random one, 1/i, log-uniform down to 1e-3, or zero but for the first quarter.
 """
 
 from __future__ import annotations
@@ -11,10 +15,13 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from mars_dist.maths import orthogonalize
+from mars_dist.maths.rules import Orthogonalizer
 from mars_dist.optimizer import MARS
 
 # layers, width; 12 heads and more do not change the shapes
@@ -55,7 +62,7 @@ class LoopMARS:
             h.copy_(g)
 
 
-def candidates(shapes: list[tuple[int, ...]], device: str) -> dict[str, Callable[[], None]]:
+def candidates(shapes: list[tuple[int, ...]], device: str) -> dict[str, Callable[[], object]]:
     """A step function for each optimizer, on parameters of its own: about 128 bytes per parameter in all."""
 
     def parameters() -> list[nn.Parameter]:
@@ -76,7 +83,7 @@ def candidates(shapes: list[tuple[int, ...]], device: str) -> dict[str, Callable
     }
 
 
-def measure(steps: dict[str, Callable[[], None]], rounds: int, device: str) -> dict[str, dict[str, float]]:
+def measure(steps: dict[str, Callable[[], object]], rounds: int, device: str) -> dict[str, dict[str, float]]:
     """Median wall and process CPU seconds of one step, all candidates in turn in every round."""
 
     def clock() -> tuple[float, float]:
@@ -93,8 +100,66 @@ def measure(steps: dict[str, Callable[[], None]], rounds: int, device: str) -> d
             if turn:  # the first round allocates states
                 seconds[name].append((end[0] - begin[0], end[1] - begin[1]))
     medians = {n: [statistics.median(column) for column in zip(*s, strict=True)] for n, s in seconds.items()}
-    base = medians["loop over tensors"]
+    base = next(iter(medians.values()))
     return {n: {"wall_s": w, "cpu_s": c, "of_loop": w / base[0]} for n, (w, c) in medians.items()}
+
+
+# Method and steps; the first is what all others are compared with.
+ORTHOGONALIZATIONS = [("newton-schulz", 5), ("newton-schulz", 4), ("polar-express", 5), ("polar-express", 6)]
+ORTHOGONALIZATIONS += [("cans", 3), ("cans", 4), ("cans", 5), ("svd", 0)]
+SPECTRA = ("random", "1/i", "to 1e-3", "quarter rank")
+
+
+def matrix_of(spectrum: str, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    """A matrix with random singular vectors, and its exact orthogonal factor, in float64."""
+    x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    if spectrum == "1/i":
+        s = 1 / torch.arange(1, len(s) + 1, dtype=s.dtype)
+    elif spectrum == "to 1e-3":
+        s = torch.logspace(0, -3, len(s), dtype=s.dtype)
+    elif spectrum == "quarter rank":
+        s[len(s) // 4 :] = 0
+    return (u * s) @ vh, (u * (s > 0)) @ vh
+
+
+def orthogonalizations(
+    rows: int, cols: int, rounds: int, device: str, dtype: torch.dtype
+) -> dict[str, dict[str, float]]:
+    """Operations and wall time of each method as ratios to the first, and its errors on each spectrum."""
+    methods = {f"{name}, {n} steps" if n else name: Orthogonalizer(name, n, dtype) for name, n in ORTHOGONALIZATIONS}
+    pairs = {spectrum: matrix_of(spectrum, rows, cols) for spectrum in SPECTRA}
+    x = pairs["random"][0].float().to(device)
+    seconds = measure({name: partial(method, x, 1e-7, "mars-m") for name, method in methods.items()}, rounds, device)
+    first = next(iter(methods))
+    result = {}
+    for name, method in methods.items():
+        counted = [orthogonalize.flops(rows, cols, m.steps, m.method, dtype=dtype) for m in (method, methods[first])]
+        errors = {}
+        for spectrum, (matrix, exact) in pairs.items():
+            y = method(matrix.float().to(device), 1e-7, "mars-m").double().cpu()
+            errors[spectrum] = ((y - exact).norm() / exact.norm()).item()
+        result[name] = {
+            "flops": counted[0] / counted[1],
+            "wall": seconds[name]["wall_s"] / seconds[first]["wall_s"],
+            **errors,
+        }
+    return result
+
+
+def print_orthogonalizations(rounds: int, device: str, as_json: bool) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    shapes = [(768, 768), (768, 3072)]
+    tables = {f"{r} x {c}": orthogonalizations(r, c, rounds, device, dtype) for r, c in shapes}
+    if as_json:
+        print(json.dumps({"device": device, "dtype": str(dtype), "matrices": tables}))
+        return
+    for shape, table in tables.items():
+        print(f"{shape}, {dtype} on {device}, {torch.get_num_threads()} threads")
+        print(f"{'':24} {'flops':>7} {'wall':>7}  " + " ".join(f"{spectrum:>12}" for spectrum in SPECTRA))
+        for name, row in table.items():
+            errors = " ".join(f"{row[spectrum]:12.3f}" for spectrum in SPECTRA)
+            print(f"{name:24} {row['flops']:7.2f} {row['wall']:7.2f}  {errors}")
 
 
 def main() -> None:
@@ -104,7 +169,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds after one that warms up (default: 5)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--orthogonalize", action="store_true", help="the orthogonalisations of the matrix variants instead of steps"
+    )
     args = parser.parse_args()
+    if args.orthogonalize:
+        print_orthogonalizations(args.rounds, args.device, args.json)
+        return
     shapes = gpt2_shapes(args.size)
     numel = sum(torch.Size(s).numel() for s in shapes)
     result = measure(candidates(shapes, args.device), args.rounds, args.device)

@@ -19,7 +19,7 @@ import torch
 logger = logging.getLogger("mars_dist")
 
 VARIANTS = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
-ORTHOGONALIZERS = ("newton-schulz", "svd")
+ORTHOGONALIZERS = ("newton-schulz", "svd", "polar-express", "cans")
 NS_DTYPES = ("bfloat16", "float32", "float64")
 FIRST_STEPS = ("reference", "paper")
 

@@ -79,9 +79,9 @@ class MARS(Optimizer):
             that names its own ``weight_decay`` uses that.
         clip: bound of ||c||; None leaves it out.
         first_step: "reference" (h = 0 at the first step) or "paper" (h = g).
-        ns_steps, ns_dtype: Newton-Schulz iterations and their precision ("bfloat16", "float32", "float64"; None:
+        ns_steps, ns_dtype: iterations of all but "svd" and their precision ("bfloat16", "float32", "float64"; None:
             bfloat16 on accelerators, at least float32 on CPUs).
-        orthogonalizer: "newton-schulz", or "svd" for the exact factor.
+        orthogonalizer: "newton-schulz" (the authors'), "polar-express", "cans" (maths/orthogonalize.py), "svd" (exact).
         matrix_ndim: the number of dimensions that makes a tensor a matrix, or a tuple of numbers. Matrix variants
             take rank 3 as a batch of matrices and flatten higher ranks to (d0, -1); c is clipped per tensor.
         skip_nonfinite: leave parameters, states and counters alone in a step whose gradients are not all finite. The

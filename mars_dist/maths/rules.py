@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_dist.maths.orthogonalize import newton_schulz, polar_factor
+from mars_dist.maths.orthogonalize import cans, newton_schulz, polar_express, polar_factor
 
 Tensors = list[Tensor]
 # One weight for all tensors, or one 0-dim tensor each (a step that may be skipped is a step of weight 0).
@@ -94,7 +94,11 @@ class Orthogonalizer:
     dtype: torch.dtype | None
 
     def __call__(self, x: Tensor, eps: float, variant: str) -> Tensor:
-        return polar_factor(x) if self.method == "svd" else newton_schulz(x, self.steps, eps, self.dtype, variant)
+        if self.method == "newton-schulz":
+            return newton_schulz(x, self.steps, eps, self.dtype, variant)
+        if self.method == "svd":
+            return polar_factor(x)
+        return {"polar-express": polar_express, "cans": cans}[self.method](x, self.steps, eps, self.dtype)
 
 
 @dataclass(frozen=True)
