@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -14,8 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401  early: its default arguments would keep a group that exists
 
-from mars_dist.integrations.deepspeed.launch import prepare_deepspeed, use_gpu
+from mars_dist.integrations.deepspeed.launch import destroy_groups, prepare_deepspeed, use_gpu
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -40,10 +42,29 @@ class World:
 
     def leave(self) -> None:
         """Wait for the others, so that no launcher ends one that is still closing its files, and part from them."""
-        if dist.is_initialized():
+        if self.joined_here:
+            leave_processes()
+        elif dist.is_initialized():
             dist.barrier()
-            if self.joined_here:
-                dist.destroy_process_group()
+
+
+def leave_processes() -> None:
+    """Part from the other processes so that this one can end: call it last, when no model or optimizer is in use.
+
+    A thread of a gloo group may be the last to hold a tensor of a collective that is over, and then needs Python's
+    lock to free it. If it asks while the interpreter ends, it aborts the process ("terminate called without an active
+    exception"); if it asks while something that holds the lock, such as a DDP model, frees the group, both wait for
+    ever. So all other holders of the groups (engines in cycles, DeepSpeed's copy of the world) go first, and the groups
+    last, from here, where PyTorch waits for their threads without the lock.
+    """
+    if not dist.is_initialized():
+        return
+    dist.barrier()
+    gc.collect()  # engines are cycles, and hold groups
+    groups = list(dist.distributed_c10d._world.pg_map)
+    destroy_groups()
+    gc.collect()
+    groups.clear()  # the last holder: it is back when the threads have ended
 
 
 def join(out: Path, engine_name: str) -> World:
