@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # noqa: F401  early: its default arguments would keep a group that exists
 
 from mars_dist.integrations.deepspeed.launch import destroy_groups, prepare_deepspeed, use_gpu
 
@@ -54,7 +54,7 @@ def leave_processes() -> None:
     A thread of a gloo group may be the last to hold a tensor of a collective that is over, and then needs Python's
     lock to free it. If it asks while the interpreter ends, it aborts the process ("terminate called without an active
     exception"); if it asks while something that holds the lock, such as a DDP model, frees the group, both wait for
-    ever. So all other holders of the groups (engines in cycles, DeepSpeed's copy of the world) go first, and the groups
+    ever. So what else holds the groups (engines in cycles, DeepSpeed's copy, default arguments) goes first, the groups
     last, from here, where PyTorch waits for their threads without the lock.
     """
     if not dist.is_initialized():
@@ -63,6 +63,11 @@ def leave_processes() -> None:
     gc.collect()  # engines are cycles, and hold groups
     groups = list(dist.distributed_c10d._world.pg_map)
     destroy_groups()
+    # `def barrier(group=GroupMember.WORLD)`, in a module imported after the world was made, keeps the world.
+    for function in [o for o in gc.get_objects() if type(o) is FunctionType and o.__defaults__]:
+        values = function.__defaults__ or ()
+        if any(value is group for value in values for group in groups):
+            function.__defaults__ = tuple(None if any(v is g for g in groups) else v for v in values)
     gc.collect()
     groups.clear()  # the last holder: it is back when the threads have ended
 
