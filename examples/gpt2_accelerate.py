@@ -106,9 +106,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=200, help="updates of the weights")
     parser.add_argument("--accumulate", type=int, default=1, help="batches per update on each process")
     parser.add_argument("--batch", type=int, default=8, help="sequences per batch on each process")
-    parser.add_argument(
-        "--clip", type=float, default=1.0, help="norm of the whole gradient; DeepSpeed takes its YAML's"
-    )
+    parser.add_argument("--clip", type=float, default=1.0, help="norm of the gradient; DeepSpeed takes its YAML's")
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--mars-type", default="mars-adamw")
     parser.add_argument("--layers", type=int, default=4)
