@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from mars_dist.integrations import accelerate as integration
-from tests.processes import ROOT, run_python
+from tests.processes import ROOT, assert_left_properly, noting_exits, run_python
 
 # ----------------------------------------------------------------------------------------------------------- plug-in
 
@@ -195,8 +195,11 @@ def launch_example(name: str, folder: Path) -> list[float]:
     launcher += OVERRIDES[name].split() + ["--main_process_port", "0"]
     shim = [str(ROOT / "tests" / "cpu_fsdp.py")] if "fsdp" in name or "hsdp" in name or "deepspeed" in name else []
     share = str(GLOBAL_BATCH // {"gpu_1": 1, "hsdp_4x8": 4}.get(name, 2))
-    done = run_python(*launcher, *shim, EXAMPLE, *SMALL, "--batch", share, folder=folder, seconds=240)
+    env = noting_exits(folder)
+    done = run_python(*launcher, *shim, EXAMPLE, *SMALL, "--batch", share, folder=folder, seconds=240, env=env)
     assert done.returncode == 0, done.stdout
+    if name != "gpu_1":
+        assert_left_properly(folder, ranks=4 if name == "hsdp_4x8" else 2)
     assert RAN[name] + RULES in done.stdout, done.stdout
     lines = re.findall(r"update +(\d)/3  loss (\d+\.\d+)  next lr (\S+)", done.stdout)
     assert [int(step) for step, _, _ in lines] == [1, 2, 3], "printed by one process, once per update"

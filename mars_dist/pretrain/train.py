@@ -133,6 +133,7 @@ def _train(recipe: Recipe, out: Path, resume: bool, bar: bool, engine_name: str,
         if done:
             metrics.summary({**about, "steps": step, **rules_of(engine)}, time.perf_counter() - began)
     engine.close()
+    del engine  # it holds the process group
     world.leave()
     return DONE if done else INTERRUPTED
 
