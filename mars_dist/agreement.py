@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from mars_dist.config import GROUP_DEFAULTS, Settings
 from mars_dist.maths.rules import Rule
-from mars_dist.sharding.layout import WHOLE, Layout
+from mars_dist.sharding.layout import Layout
 from mars_dist.sharding.norms import FAULT, check_same, is_shared
 
 
@@ -82,11 +82,6 @@ def _hash(content: object) -> int:
 def _unsupported(tensor: New, settings: Settings) -> str:
     """What this version cannot do with the tensor, the same on every rank; or ""."""
     layout = tensor.layout
-    if not settings.is_approx and layout.engine != WHOLE:
-        return (
-            f"exact mode (is_approx=False) is not supported under {layout.engine} yet, where the gradients of the next "
-            "batch do not reach the optimizer: use it on one process or under DDP in float32, or is_approx=True here."
-        )
     ranks = math.prod(dist.get_world_size(g) for g in layout.process_groups if is_shared(g))
     for segment, rule in zip(layout.segments, tensor.rules, strict=True):
         if rule.whole_matrix and any(is_shared(g) for g in layout.process_groups):

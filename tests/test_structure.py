@@ -26,8 +26,9 @@ ALLOWED: dict[str, set[str]] = {
     "step": {"kernels", "maths", "sharding", "states", "config"},
     "agreement": {"maths", "sharding", "config"},
     "tables": {"agreement", "step", "maths", "sharding", "config", "log"},
+    "previous": {"sharding"},
     "saving": {"tables", "step", "states", "sharding", "config", "log"},
-    "optimizer": {"saving", "tables", "step", "states", "sharding", "config", "log"},
+    "optimizer": {"saving", "previous", "tables", "step", "states", "sharding", "config", "log"},
     "integrations": {"optimizer", "tables", "step", "states", "maths", "sharding", "config", "log", "versions"},
 }
 BELOW_THE_OPTIMIZER = {
@@ -42,6 +43,7 @@ BELOW_THE_OPTIMIZER = {
     "agreement",
     "tables",
     "saving",
+    "previous",
 }
 ABOVE = {
     "optimizer",
