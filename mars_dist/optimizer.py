@@ -327,7 +327,7 @@ class MARS(Optimizer):
         self._keep(joined)
 
     def update_last_grad(self) -> None:
-        """Exact mode, the authors' call: what was kept is h of the step that comes (``step()`` has seen to it before)."""
+        """Exact mode, the authors' call: what was kept is h of the step that comes (after ``step()`` none is left)."""
         for p, state in self.state.items():
             self._previous.promote(p, state)
 

@@ -53,10 +53,10 @@ class Previous:
     @contextlib.contextmanager
     def look(self, optimizer: Optimizer) -> Iterator[None]:
         """Inside it the hooks of ``optimizer.step`` are quiet: they are told of ordinary steps only."""
-        if self._looks:
-            for p, state in optimizer.state.items():
-                if self._advanced.get(id(p)) != self._looks:  # the last step was left out, and the point has not moved
-                    self.advance(p, state)
+        for p, state in optimizer.state.items():
+            # The last step was left out (an overflow), and the point has not moved. It may have been saved like that.
+            if self._advanced.get(id(p), 0) != self._looks or NEXT in state:
+                self.advance(p, state)
         self._looks += 1
         names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
         hooks = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
