@@ -227,7 +227,7 @@ def accelerate(case: Case, net: nn.Module) -> Trained:
     facts["finish"] = accelerator.free_memory
     keywords = {"accumulation": case.accumulation, "model": model, "accelerator": accelerator}
     keywords |= {"before_step": before_step} if case.clip and engine is None else {}
-    from mars_dist.exact import mars_of
+    from mars_dist.integrations.exact_loop import mars_of
 
     mars = mars_of(optimizer)
     return Trained(optimizer, model, mars, accelerator.backward, step, keywords, end, facts, engine)
@@ -342,6 +342,13 @@ def run(case: Case) -> dict[str, Any]:
         "counts": sorted({float(s["step"]) for s in ready.mars.state.values() if s}),
         "state_keys": sorted({k for s in ready.mars.state.values() for k in s}),
         "devices": sorted({str(t.device) for s in ready.mars.state.values() for t in s.values()}),
+        "bytes": [
+            sum(t.numel() * t.element_size() for t in held)
+            for held in (
+                [s["prev_grad"] for s in ready.mars.state.values() if "prev_grad" in s],
+                ready.mars._previous._spare.values(),
+            )
+        ],
         "facts": {k: v for k, v in ready.facts.items() if not callable(v)},
         "counters": None
         if engine is None

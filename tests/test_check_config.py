@@ -109,7 +109,17 @@ ONE = {
     ),
     # what this version does not do
     "matrices": ([(f"{PARAMS}.mars_type", "mars-m")], "error", f"{PARAMS}.mars_type", "'mars-m' needs whole matrices"),
-    "exact": ([(f"{PARAMS}.is_approx", False)], "error", f"{PARAMS}.is_approx", "exact mode"),
+    "exact": ([(f"{PARAMS}.is_approx", False)], "warning", f"{PARAMS}.is_approx", "exact mode.*ExactMode"),
+    "exact on NVMe": (
+        [
+            (f"{PARAMS}.is_approx", False),
+            (OFFLOAD, {"device": "nvme", "buffer_count": 12}),
+            ("zero_optimization.stage", 3),
+        ],
+        "error",
+        f"{PARAMS}.is_approx",
+        "does not work with optimizer states on NVMe",
+    ),
     # keys
     "super": (
         [(OFFLOAD, {"device": "cpu", "super_offload": True}), ("zero_optimization.stage", 3)],
@@ -203,6 +213,7 @@ ALSO = {
     "params": {""},
     "buffers": ON_DISK,
     "buffers with amsgrad": ON_DISK,
+    "exact on NVMe": ON_DISK,
 }
 
 

@@ -85,6 +85,8 @@ def test_replay(pool: RankPool, case: Case) -> None:
         assert each["counts"] == [case.steps] and each["hooks"] % case.steps == 0 and each["hooks"] > 0
         assert (each["handed_out"], each["evaluations"]) == (passes, 2 * passes - case.accumulation)
         assert "next_prev_grad" not in each["state_keys"] and "prev_grad" in each["state_keys"]
+        previous, spare = each["bytes"]
+        assert previous == spare > 0, "exact mode costs one more buffer of the size of prev_grad"
         assert furthest(each["end"], result["end"]) == 0.0, "the ranks hold different parameters"
         if each["counters"] is not None:
             # Accelerate calls engine.step() once per batch, a loop by hand with each micro-batch.

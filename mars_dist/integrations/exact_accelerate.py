@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mars_dist.exact import Loop, unmoved
 from mars_dist.integrations.deepspeed.look_ahead import DeepSpeed
+from mars_dist.integrations.exact_loop import Loop, unmoved
 
 
 def engine_for(accelerator: Any, optimizer: Any, model: Any, before_step: Callable[[], Any] | None) -> Any:
-    """How exact mode trains under ``accelerator``; see ``mars_dist.exact.Engine``.
+    """How exact mode trains under ``accelerator``; see ``exact_loop.Engine``.
 
     Raises:
         TypeError: when something is missing.

@@ -202,13 +202,12 @@ MESHES: list[Row] = [
         message="needs whole matrices, and DTensor",
         function=outcome,
     ),
-    fsdp2(
+    Row(
+        FSDP2,
         "exact mode",
-        (EngineCase("fsdp2", params={"is_approx": False}),),
-        variants=("mars-adamw",),
-        answer="refused",
-        message="exact mode (is_approx=False) is not supported",
-        function=outcome,
+        shown_by="tests/test_exact_engines.py::test_replay",
+        ranks=(2,),
+        note="by `mars_dist.exact.ExactMode`",
     ),
     Row(
         TENSOR,

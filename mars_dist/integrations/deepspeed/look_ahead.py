@@ -22,7 +22,7 @@ NOTED = ("overflow", "_global_grad_norm")
 
 
 class DeepSpeed:
-    """See ``mars_dist.exact.Engine``."""
+    """See ``exact_loop.Engine``."""
 
     def __init__(self, engine: Any) -> None:
         missing = [f"DeepSpeedEngine.{name}" for name in USED if not hasattr(engine, name)]
