@@ -111,7 +111,7 @@ def zero_memory(
     sixteen = precision != "fp32"
     float32_sums = float32_sums and sixteen
     if exact and offload == "nvme":
-        raise ValueError("exact mode does not work with optimizer states on NVMe")
+        raise ValueError(f"exact mode does not work with optimizer states on NVMe (ZeRO stage {stage})")
     if (offload != "none" and stage == 0) or (offload == "nvme" and stage != 3) or (float32_sums and stage == 0):
         raise ValueError(f"DeepSpeed does not train with offload={offload!r}, {float32_sums=} at ZeRO stage {stage}")
     tensors = [tuple(shape) for _, shape in shapes if numel(shape)]

@@ -213,7 +213,7 @@ ALSO = {
     "params": {""},
     "buffers": ON_DISK,
     "buffers with amsgrad": ON_DISK,
-    "exact on NVMe": ON_DISK,
+    "exact on NVMe": ON_DISK | {f"{OFFLOAD}.nvme_path"},
 }
 
 
