@@ -184,7 +184,7 @@ def test_parts_that_do_not_divide_a_matrix_are_refused_when_the_group_is_added()
 
 
 def test_parts_changed_later_are_refused_in_the_step() -> None:
-    """RuntimeError from what is asked once about new tensors, on every rank alike; ValueError from the direction later."""
+    """RuntimeError from what is asked once about new tensors, alike on every rank; later a ValueError."""
     for steps_before, kind in ((0, RuntimeError), (1, ValueError)):
         p = Parameter(torch.ones(4, 6))
         p.grad = torch.ones(4, 6)
