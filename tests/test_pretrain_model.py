@@ -17,6 +17,7 @@ from mars_dist.pretrain.recipe import Recipe, load
 from tests.small import assert_identical
 from tests.train_cases import recipe
 
+EMBEDDINGS = ("transformer.wte.weight", "transformer.wpe.weight")
 SIZES = ("gpt2-small", "gpt2-medium", "gpt2-large", "gpt2-xl")
 OPTIMIZERS = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "adamw", "muon")
 CPU = torch.device("cpu")
@@ -172,7 +173,7 @@ def test_decays_and_rates_are_the_published_ones(size: str, name: str) -> None:
     groups = group_of(optimizer, model)
     decay = {"adamw": (0.1, 0.0, 0.0), "muon": (0.0, 0.1, 0.1)}.get(name, (0.01, 0.0, 0.1))
     for parameter, group in groups.items():
-        kind = 1 if parameter in models.EMBEDDINGS else 2 if "ln_" in parameter else 0
+        kind = 1 if parameter in EMBEDDINGS else 2 if "ln_" in parameter else 0
         plain_adamw = kind == 2 or (kind == 1 and name in ("mars-shampoo", "mars-m", "muon"))
         key = "weight_decay_1d" if plain_adamw and name != "adamw" else "weight_decay"
         assert group["lr"] * group[key] == pytest.approx(section.lr * decay[kind]), parameter
@@ -203,6 +204,56 @@ def test_which_rule_takes_how_many(name: str) -> None:
     rule, matrices = RULES[name]
     assert isinstance(engine.optimizer, MARS)
     assert engine.optimizer.rule_counts() == {rule: matrices, "AdamW": 10 - matrices + 10 + 8}
+
+
+def by_rates(model: torch.nn.Module, section: Any) -> list[dict[str, Any]]:
+    """The groups of these recipes before MARS knew weights kept as (inputs, outputs): sqrt(outputs / inputs) is in the
+    learning rate of MARS-Shampoo and Muon, and the decay divided by it."""
+    mars_type = getattr(section, "mars_type", None)
+    groups = []
+    for name, p in model.named_parameters():
+        group: dict[str, Any] = {"params": [p], "lr": section.lr, "weight_decay": section.weight_decay}
+        if not p.requires_grad:
+            continue
+        if name in EMBEDDINGS:
+            group["weight_decay"] = section.weight_decay_embeddings
+            if mars_type in ("mars-shampoo", "mars-m"):
+                group |= {"use_mars": False, "weight_decay_1d": section.weight_decay_embeddings}
+        elif p.ndim != 2:
+            group["weight_decay"] = section.weight_decay_1d
+        elif mars_type == "mars-shampoo":
+            factor = math.sqrt(p.shape[1] / p.shape[0])
+            group |= {"lr": section.lr * factor, "weight_decay": section.weight_decay / factor}
+        groups.append(group)
+    return groups
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_update_is_what_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five steps on the same gradients, every decay another, by ``param_groups`` and by the groups of before."""
+    decays = {"optimizer__weight_decay": 0.3, "optimizer__weight_decay_1d": 0.2}
+    section = small(optimizer__name=name, **decays, optimizer__weight_decay_embeddings=0.1).optimizer
+    ends = []
+    for before in (False, True):
+        torch.manual_seed(1)
+        model = models.build(small().model)
+        start = {n: p.detach().clone() for n, p in model.named_parameters()}
+        with monkeypatch.context() as patch:
+            if before:
+                patch.setattr(models, "param_groups", lambda model, *_, **__: by_rates(model, section))
+            optimizer = models.build_optimizer(model, section)
+        if name in ("muon", "mars-shampoo"):
+            assert any(group.get("fan_in_fan_out") for group in optimizer.param_groups) == (not before)
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(5):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+        ends.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    for n, end in ends[0].items():
+        moved = (end - start[n]).abs().max().item()
+        assert moved > 1e-3 * section.lr, n
+        torch.testing.assert_close(end, ends[1][n], atol=2e-5 * moved, rtol=2e-7, msg=n)
 
 
 @pytest.mark.parametrize("name", ["muon", "mars-shampoo"])

@@ -1,22 +1,19 @@
-"""GPT-2 from transformers as the published runs had it, and which of its tensors take which part of the optimizer."""
+"""GPT-2 from transformers as the published runs had it, and the optimizer of a recipe on it."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mars_dist.groups import param_groups
 from mars_dist.optimizer import MARS
 from mars_dist.pretrain.tokenizer import END_OF_TEXT_ID
 
 if TYPE_CHECKING:
     from mars_dist.pretrain.recipe import AdamWOptimizer, MarsOptimizer, Model
-
-MATRIX_VARIANTS = ("mars-shampoo", "mars-m")
-EMBEDDINGS = ("transformer.wte.weight", "transformer.wpe.weight")  # wte is the head as well
 
 # Dense bf16 FLOP/s of one GPU, from the vendors' data sheets (without sparsity).
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12}
@@ -69,43 +66,20 @@ def loss(model: Any, sequences: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), sequences[:, 1:].flatten())
 
 
-def parameter_groups(model: nn.Module, section: AdamWOptimizer | MarsOptimizer) -> list[dict[str, Any]]:
-    """Matrices; embeddings, which are decayed by ``weight_decay_embeddings`` and are no matrices to matrix variants;
-    all others. Every trainable parameter is in exactly one group; the learning rate of the first is the recipe's.
-
-    MARS-Shampoo and Muon scale an update by sqrt(max(1, rows / columns)), rows being the outputs, as in the published
-    runs' ``nn.Linear``. transformers' GPT-2 keeps the transpose, (inputs, outputs), so there the factor between the
-    two scales, sqrt(outputs / inputs), goes into the learning rate, and weight decay is divided by it: a group for
-    each factor. The orthogonal factor itself does not depend on it.
-    """
-    mars_type = getattr(section, "mars_type", None)
-    matrices: dict[float, list[tuple[str, nn.Parameter]]] = {1.0: []}
-    embeddings: list[tuple[str, nn.Parameter]] = []
-    others: list[tuple[str, nn.Parameter]] = []
-    for name, p in model.named_parameters():
-        if p.requires_grad and name in EMBEDDINGS:
-            embeddings.append((name, p))
-        elif p.requires_grad and p.ndim == 2:
-            scaled = mars_type == "mars-shampoo"
-            matrices.setdefault(math.sqrt(p.shape[1] / p.shape[0]) if scaled else 1.0, []).append((name, p))
-        elif p.requires_grad:
-            others.append((name, p))
-    groups: list[dict[str, Any]] = [
-        {"params": members, "lr": section.lr * factor, "weight_decay": section.weight_decay / factor}
-        for factor, members in matrices.items()
-    ]
-    groups.append({"params": embeddings, "weight_decay": section.weight_decay_embeddings})
-    if mars_type in MATRIX_VARIANTS:
-        groups[-1] |= {"use_mars": False, "weight_decay_1d": section.weight_decay_embeddings}
-    groups.append({"params": others, "weight_decay": section.weight_decay_1d})
-    return [group for group in groups if group["params"]]
-
-
 def build_optimizer(model: nn.Module, section: AdamWOptimizer | MarsOptimizer) -> torch.optim.Optimizer:
-    """The optimizer that the recipe names, on the groups of ``parameter_groups``."""
-    groups = parameter_groups(model, section)
+    """The optimizer that the recipe names. The first group holds matrices: its learning rate is the recipe's."""
+    rates: dict[str, Any] = {
+        "lr": section.lr,
+        "weight_decay": section.weight_decay,
+        "weight_decay_1d": section.weight_decay_1d,
+        "weight_decay_embeddings": section.weight_decay_embeddings,
+    }
+    # no_decay=(): the published runs decay norms and biases as well.
     if section.name == "adamw":
-        return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+        groups = param_groups(model, no_decay=(), **rates)
+        plain = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
+        return torch.optim.AdamW(plain, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+    groups = param_groups(model, section.mars_type, lr_1d=section.lr_1d, no_decay=(), **rates)
     keywords = section.model_dump(exclude={"name", "weight_decay_embeddings"})
     return MARS(groups, mars_type=section.mars_type, **keywords)
 
