@@ -157,7 +157,8 @@ class _Round:
             directions = rule.matrix_direction(
                 buffer.view(-1, rows, cols), 1.0 - hyper.beta1, hyper.eps, self.orthogonalize, form
             )
-            whole |= zip(numbers, directions.view(buffer.shape).unbind(), strict=True)
+            # Tall matrices are iterated on transposed, and may come back with the strides of that.
+            whole |= zip(numbers, directions.contiguous().view(buffer.shape).unbind(), strict=True)
         for number, part, direction in self.exchange.hand_out(whole):
             self._take(number, part, direction)
         self._move()
