@@ -106,7 +106,9 @@ DATA_PARALLEL: list[Row] = [
     fsdp1(
         "matrix variants in rounds",
         tuple(
-            EngineCase("fsdp1", o, params={**p, "matrix_buffer_mb": 1e-5}) for o in flat_and_original() for p in MATRIX
+            EngineCase("fsdp1", o, params={**p, "matrix_buffer_mb": 1e-5})
+            for o in flat_and_original(nested=True)
+            for p in MATRIX
         ),
         in_rounds=True,
         variants=EVERY[2:],
