@@ -1,7 +1,6 @@
 """Train a small GPT-2 with MARS in a plain Accelerate loop; the file of `accelerate launch` decides the engine.
 
-    accelerate launch --config_file launch/accelerate/fsdp2_8.yaml examples/gpt2_accelerate.py --steps 200
-
+    accelerate launch --config_file launch/accelerate/fsdp2_8.yaml examples/gpt2_accelerate.py --mars-type mars-m
 On a machine without a GPU: accelerate launch --config_file launch/accelerate/cpu_2.yaml examples/gpt2_accelerate.py
 """
 
@@ -14,7 +13,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from mars_dist import MARS  # importing mars_dist is all that Accelerate needs
+from mars_dist import MARS, param_groups  # importing mars_dist is all that Accelerate needs
 from mars_dist.integrations.accelerate import fsdp2_plugin, mars_inside
 from mars_dist.pretrain.data import encode, shakespeare
 from mars_dist.pretrain.tokenizer import END_OF_TEXT_ID, PADDED_VOCABULARY, gpt2_tokenizer
@@ -64,7 +63,8 @@ def train(args: argparse.Namespace) -> None:
     blocks = tokens[: len(tokens) // args.sequence * args.sequence].view(-1, args.sequence)
     loader = DataLoader(blocks, batch_size=args.batch, shuffle=True, drop_last=True)
     model = build_model(args)
-    optimizer = MARS(model.named_parameters(), lr=args.lr, mars_type=args.mars_type, weight_decay=0.01)
+    # Which tensor takes which rule: under matrix variants (mars-m, mars-shampoo) embeddings and head take AdamW.
+    optimizer = MARS(param_groups(model, args.mars_type, lr=args.lr, weight_decay=0.01), mars_type=args.mars_type)
     # Not prepared: a prepared scheduler steps once per process at each call. It moves every group, 1-D tensors too.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: schedule(update, args.steps))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

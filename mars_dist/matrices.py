@@ -173,6 +173,7 @@ class _Round:
             directions = rule.matrix_direction(
                 buffer.view(-1, rows, cols), 1.0 - hyper.beta1, hyper.eps, self.orthogonalize, form
             )
+            # Tall matrices are iterated on transposed, and may come back with the strides of that.
             whole |= zip(numbers, directions.reshape(buffer.shape).contiguous().unbind(), strict=True)
         for number, part, direction in self.exchange.hand_out(whole):
             self._take(number, part, direction)

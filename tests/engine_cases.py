@@ -204,8 +204,12 @@ def train(case: EngineCase) -> dict[str, Any]:
 
 def rounds_that_travel(optimizer: Any) -> int:
     """In how many rounds of all plans pieces of matrices are sent."""
-    plans = optimizer._tables.plans.shared.values()
-    return sum(exchange.travels for exchanges, _ in plans for exchange in exchanges)
+    return sum(exchange.travels for exchange in exchanges_of(optimizer))
+
+
+def exchanges_of(optimizer: Any) -> list[Any]:
+    """The rounds of all plans that ranks share."""
+    return [exchange for exchanges, _ in optimizer._tables.plans.shared.values() for exchange in exchanges]
 
 
 def counts_by_name(optimizer: Any) -> dict[str, float]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests import engine_nets, nets
 from tests.engine_builders import Built, line, square
-from tests.engine_cases import EngineCase, backward, disturb, local, rounds_that_travel, run, setup
+from tests.engine_cases import EngineCase, backward, disturb, exchanges_of, local, rounds_that_travel, run, setup
 from tests.zero_cases import norm_of_the_local_piece
 
 # ------------------------------------------------------------------------- what may happen before the first step
@@ -146,7 +146,7 @@ def traffic(case: EngineCase) -> dict[str, Any]:
         backward(built, step)
         with mock.patch.multiple(dist, **ours) if step else contextlib.nullcontext():
             optimizer.step()
-    plans = [(exchanges[0].plan, exchanges[0].rank) for exchanges, _ in optimizer._tables.plans.shared.values()]
+    plans = {id(e.plan): (e.plan, e.rank) for e in exchanges_of(optimizer)}.values()
     states = [
         (local(p), {k: local(s) for k, s in state.items() if k != "step"}) for p, state in optimizer.state.items()
     ]

@@ -160,7 +160,11 @@ def test_accelerate_launch_takes_every_key_of_the_file(file: Path, launched: pyt
 EXAMPLE = ROOT / "examples" / "gpt2_accelerate.py"
 SMALL = "--steps 3 --accumulate 2 --layers 2 --width 32 --sequence 16 --log-every 1".split()
 GLOBAL_BATCH = 4  # sequences, on all processes together
-RULES = "rules: {'AdamW': 18, 'MARS-AdamW': 10}; skipped updates: 0"  # wte, wpe and 4 matrices in each of 2 layers
+# wte, wpe and 4 matrices in each of 2 layers; under matrix variants param_groups leaves the embeddings to AdamW.
+RULES = {
+    "mars-adamw": ("{'AdamW': 18, 'MARS-AdamW': 10}", "MARS-AdamW on 10 matrices, AdamW on 18 other tensors"),
+    "mars-m": ("{'AdamW': 20, 'MARS-M': 8}", "MARS-M on 8 matrices, AdamW on 20 other tensors"),
+}
 # What the file says beyond what a CPU can do: number of processes, and that FSDP1 broadcasts from GPUs only.
 OVERRIDES = {
     "gpu_1": "",
@@ -189,24 +193,26 @@ RAN = {
 NEXT_LR = [1e-2, 5.5e-3, 1e-3]
 
 
-def launch_example(name: str, folder: Path) -> list[float]:
+def launch_example(name: str, folder: Path, variant: str = "mars-adamw") -> list[float]:
     """Run the example by ``accelerate launch`` with the file; returns the losses after checking what ran."""
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / f"{name.partition('+')[0]}.yaml")]
     launcher += OVERRIDES[name].split() + ["--main_process_port", "0"]
     shim = [str(ROOT / "tests" / "cpu_fsdp.py")] if "fsdp" in name or "hsdp" in name or "deepspeed" in name else []
     share = str(GLOBAL_BATCH // {"gpu_1": 1, "hsdp_4x8": 4}.get(name, 2))
+    options = [*SMALL, "--mars-type", variant, "--batch", share]
     env = noting_exits(folder)
-    done = run_python(*launcher, *shim, EXAMPLE, *SMALL, "--batch", share, folder=folder, seconds=240, env=env)
+    done = run_python(*launcher, *shim, EXAMPLE, *options, folder=folder, seconds=240, env=env)
     assert done.returncode == 0, done.stdout
     if name != "gpu_1":
         assert_left_properly(folder, ranks=4 if name == "hsdp_4x8" else 2)
-    assert RAN[name] + RULES in done.stdout, done.stdout
+    rules, told = RULES[variant]
+    assert f"{RAN[name]}rules: {rules}; skipped updates: 0" in done.stdout, done.stdout
     lines = re.findall(r"update +(\d)/3  loss (\d+\.\d+)  next lr (\S+)", done.stdout)
     assert [int(step) for step, _, _ in lines] == [1, 2, 3], "printed by one process, once per update"
     assert [float(lr) for _, _, lr in lines] == NEXT_LR
     losses = [float(loss) for _, loss, _ in lines]
     assert losses[2] < losses[1] < losses[0] < math.log(50304) + 0.1
-    assert done.stdout.count("MARS-AdamW on 10 matrices, AdamW on 18 other tensors") == 1
+    assert done.stdout.count(told) == 1
     assert ("DeepSpeed keeps MARS under offload" in done.stdout) == ("offload" in name)
     lower = "FSDP sums gradients over the ranks in bfloat16"
     assert (lower in done.stdout) == (name == "fsdp1_8"), "FSDP2 sums in float32 by fsdp2_plugin()"
@@ -221,13 +227,20 @@ def on_two_cpus(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name",
-    ["cpu_2", "fsdp2_8", *(pytest.param(n, marks=pytest.mark.slow) for n in RAN if n not in ("cpu_2", "fsdp2_8"))],
+    ["cpu_2", *(pytest.param(name, marks=pytest.mark.slow) for name in RAN if name != "cpu_2")],
 )
 def test_the_example_runs_under_every_file(name: str, on_two_cpus: list[float], tmp_path: Path) -> None:
     """All read the same data from the same weights (one process in another order); all but cpu_2 in bfloat16."""
     losses = on_two_cpus if name == "cpu_2" else launch_example(name, tmp_path)
     if name != "gpu_1":
         assert losses == pytest.approx(on_two_cpus, abs=0.02)
+
+
+@pytest.mark.timeout(600)
+def test_the_example_trains_a_matrix_variant_under_fsdp2_and_zero3(tmp_path: Path) -> None:
+    """``--mars-type mars-m``: two engines that cut the matrices in different ways, and the same losses."""
+    fsdp2, zero3 = (launch_example(name, tmp_path, "mars-m") for name in ("fsdp2_8", "deepspeed_zero3"))
+    assert fsdp2 == pytest.approx(zero3, abs=0.02)
 
 
 def test_the_example_stays_short() -> None:

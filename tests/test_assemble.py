@@ -24,7 +24,7 @@ from mars_dist import matrices, pieces, states, step
 from mars_dist.config import GROUP_DEFAULTS, Settings, resolve_defaults, resolve_group
 from mars_dist.matrices import Plans, cost
 from mars_dist.memory import gpt2_shapes
-from mars_dist.sharding.assemble import Exchange, Part, Plan, make_plan, matrices_of
+from mars_dist.sharding.assemble import Exchange, Plan, make_plan, matrices_of
 from mars_dist.sharding.layout import Layout, Segment
 from tests.thread_ranks import Ranks
 
@@ -273,16 +273,11 @@ def through_an_exchange(plan: Plan, ranks: int, tensor: Callable[[int], Tensor])
             exchange.collect(lambda i, part: part.within(wholes[i]).reshape(-1).double(), whole)
             for i in exchange.mine:
                 assert torch.equal(whole[i], wholes[i].double()), f"rank {r} does not see matrix {i}"
-            taken: list[int] = []
-
-            def take(i: int, part: Part, values: Tensor, taken: list[int] = taken) -> None:
-                taken.append(i)
+            taken = exchange.hand_out({i: 2.0 * w for i, w in whole.items()})
+            for i, part, values in taken:
                 assert part.rank == r and torch.equal(values.flatten(), 2.0 * part.within(wholes[i]).reshape(-1))
-
-            for handed in exchange.hand_out({i: 2.0 * w for i, w in whole.items()}):
-                take(*handed)
             holding = [i for i in chosen if plan.copies or plan.matrices[i].part_of(r)]
-            assert sorted(taken) == sorted(holding), "each piece is handed out once"
+            assert sorted(i for i, *_ in taken) == sorted(holding), "each piece is handed out once"
 
     for result in threads.run(rank):
         if result is not None:

@@ -257,6 +257,12 @@ def test_a_row_is_run_or_says_what_shows_it() -> None:
         assert bool(row.message) == (row.answer == "refused"), row.feature
 
 
+def test_a_row_names_the_variants_that_its_cases_run() -> None:
+    for row in ROWS:
+        run = {case.params.get("mars_type", "mars-adamw") for case in row.cases}
+        assert not row.cases or run == set(row.variants), row.feature
+
+
 def test_what_shows_a_row_is_there() -> None:
     for row in ROWS:
         file, _, function = row.shown_by.partition("::")

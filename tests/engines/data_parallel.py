@@ -16,11 +16,6 @@ LION = {"mars_type": "mars-lion"}
 MATRIX = tuple({"mars_type": variant, "ns_dtype": "float32"} for variant in EVERY[2:])
 
 
-def both(engine: str, *options: dict[str, Any], net: str = "net", **more: Any) -> tuple[EngineCase, ...]:
-    """MARS-AdamW and MARS-Lion with each of ``options``."""
-    return tuple(EngineCase(engine, o, net, params=p, **more) for o in options for p in ({}, LION))
-
-
 def every(engine: str, *options: dict[str, Any], net: str = "net", **more: Any) -> tuple[EngineCase, ...]:
     """All variants with each of ``options``."""
     return tuple(EngineCase(engine, o, net, params=p, **more) for o in options for p in ({}, LION, *MATRIX))
@@ -113,7 +108,9 @@ DATA_PARALLEL: list[Row] = [
     fsdp1(
         "matrix variants in rounds",
         tuple(
-            EngineCase("fsdp1", o, params={**p, "matrix_buffer_mb": 1e-5}) for o in flat_and_original() for p in MATRIX
+            EngineCase("fsdp1", o, params={**p, "matrix_buffer_mb": 1e-5})
+            for o in flat_and_original(nested=True)
+            for p in MATRIX
         ),
         in_rounds=True,
         variants=EVERY[2:],
@@ -166,7 +163,7 @@ DATA_PARALLEL: list[Row] = [
     ),
     fsdp1(
         "optimizer built before wrapping, flat parameters",
-        both(
+        every(
             "fsdp1",
             {"original": False},
             {"original": False, "nested": True},
@@ -179,8 +176,8 @@ DATA_PARALLEL: list[Row] = [
     ),
     fsdp1(
         "without `attach`",
-        both("fsdp1", *flat_and_original(), attach=False)
-        + both("fsdp1", *flat_and_original(), net="single", attach=False),
+        every("fsdp1", *flat_and_original(), attach=False)
+        + every("fsdp1", *flat_and_original(), net="single", attach=False),
         answer="refused",
         message="optimizer.attach(model)",
         function=outcome,
