@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mars_dist.integrations import exact_loop
 from mars_dist.integrations.deepspeed.launch import initialize
 from mars_dist.pretrain import model as models
 from mars_dist.pretrain.recipe import accumulation
@@ -68,6 +69,32 @@ class Engine:
         """Of the last update."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    @property
+    def is_exact(self) -> bool:
+        return bool(getattr(self.recipe.optimizer, "exact", False))
+
+    def look_ahead(self, micro_batches: Sequence[Tensor]) -> None:
+        """Exact mode: take the gradient of the NEXT update's batch at the present point, as ``train_step`` takes its.
+
+        There is no dropout in these models: the two passes of a batch need no common masks.
+        """
+        passes = self._passes()
+        passes.zero_grad()
+        with passes.aside():
+            for i, sequences in enumerate(micro_batches):
+                with passes.micro_batch(i + 1 == len(micro_batches)):
+                    self._backward(sequences, len(micro_batches))
+            passes.keep()
+        passes.zero_grad()
+        passes.close()
+
+    def _passes(self) -> exact_loop.Engine:
+        raise NotImplementedError
+
+    def _backward(self, sequences: Tensor, micro_batches: int) -> Tensor:
+        """Forward and backward of one of ``micro_batches``; returns its part of the mean loss."""
+        raise NotImplementedError
+
     def keep_settings(self) -> None:
         """Remember what the optimizer was made with: ``apply_settings`` comes back to it."""
         self.settings = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
@@ -107,14 +134,23 @@ class Plain(Engine):
         for i, sequences in enumerate(micro_batches):
             exchange = self.ddp is None or i + 1 == len(micro_batches)
             with contextlib.nullcontext() if exchange or self.ddp is None else self.ddp.no_sync():
-                loss = self._loss(self.ddp or self.model, sequences) / len(micro_batches)
-                loss.backward()
-            total += loss.detach().double()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.training.clip or math.inf)
+                total += self._backward(sequences, len(micro_batches))
+        norm = self._clip()
         self.apply_settings(done)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total, norm
+
+    def _backward(self, sequences: Tensor, micro_batches: int) -> Tensor:
+        loss = self._loss(self.ddp or self.model, sequences) / micro_batches
+        loss.backward()
+        return loss.detach().double()
+
+    def _clip(self) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.training.clip or math.inf)
+
+    def _passes(self) -> exact_loop.Engine:
+        return exact_loop.Loop(self.optimizer, self.ddp, self._clip, None)
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor) -> Tensor:
@@ -168,12 +204,20 @@ class ZeRO(Engine):
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         self.apply_settings(done)
         for sequences in micro_batches:
-            loss = models.loss(self.engine, sequences.to(self.engine.device, non_blocking=True))
-            self.engine.backward(loss)
+            total += self._backward(sequences, len(micro_batches))
             self.engine.step()
-            total += loss.detach().double() / len(micro_batches)
         norm = self.engine.get_global_grad_norm()
         return total, torch.as_tensor(norm or 0.0, device=total.device)  # None: ZeRO was told not to compute it
+
+    def _backward(self, sequences: Tensor, micro_batches: int) -> Tensor:
+        loss = models.loss(self.engine, sequences.to(self.engine.device, non_blocking=True))
+        self.engine.backward(loss)
+        return loss.detach().double() / micro_batches
+
+    def _passes(self) -> exact_loop.Engine:
+        from mars_dist.integrations.deepspeed.look_ahead import DeepSpeed
+
+        return DeepSpeed(self.engine)
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor) -> Tensor:

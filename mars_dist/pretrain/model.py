@@ -106,8 +106,8 @@ def build_optimizer(model: nn.Module, section: AdamWOptimizer | MarsOptimizer) -
     groups = parameter_groups(model, section)
     if section.name == "adamw":
         return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
-    keywords = section.model_dump(exclude={"name", "weight_decay_embeddings"})
-    return MARS(groups, mars_type=section.mars_type, **keywords)
+    keywords = section.model_dump(exclude={"name", "weight_decay_embeddings", "exact"})
+    return MARS(groups, mars_type=section.mars_type, is_approx=not section.exact, **keywords)
 
 
 def count(model: nn.Module) -> int:
