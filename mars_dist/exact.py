@@ -25,16 +25,13 @@ under ZeRO, of a second gathering of unchanged weights, and one more buffer of t
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from mars_dist.integrations.exact_loop import Engine, Loop
+from mars_dist.integrations.exact_loop import Engine, Loop, masks_of
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -136,31 +133,6 @@ class ExactMode(Generic[MicroBatch]):
             with masks_of(self._seed, first + i), self._engine.micro_batch(i == len(micro_batches) - 1):
                 self.gradient_evaluations += 1
                 yield micro_batch
-
-
-@contextlib.contextmanager
-def masks_of(seed: int, number: int) -> Iterator[None]:
-    """Random numbers of their own for micro-batch ``number``, the same each time; the streams outside go on after it.
-
-    The streams of Python, of torch on the CPU, and of the accelerator in use.
-    """
-    devices = [module for module in map(_random_device, ("cuda", "xpu", "npu", "hpu", "mps")) if module is not None]
-    python, cpu, others = random.getstate(), torch.get_rng_state(), [module.get_rng_state() for module in devices]
-    own = int.from_bytes(hashlib.sha256(f"{seed}, {number}".encode()).digest()[:8], "big") >> 1
-    torch.manual_seed(own)
-    random.seed(own)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        torch.set_rng_state(cpu)
-        for module, state in zip(devices, others, strict=True):
-            module.set_rng_state(state)
-
-
-def _random_device(name: str) -> Any:
-    module = getattr(torch, name, None)
-    return module if module is not None and hasattr(module, "get_rng_state") and module.is_available() else None
 
 
 def _engine_for(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mars_dist import MARS
-from mars_dist.exact import ExactMode, masks_of
+from mars_dist.exact import ExactMode
+from mars_dist.integrations.exact_loop import masks_of
 from tests import exact_cases, golden_cases, nets
 from tests.exact_cases import Case
 from tests.reference import ReferenceMARS

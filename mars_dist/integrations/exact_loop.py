@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import random
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+
+import torch
 
 from mars_dist.optimizer import MARS
 
@@ -84,3 +88,28 @@ def mars_of(optimizer: Any) -> MARS:
             raise TypeError(f"ExactMode needs MARS, or what an engine made of it, got {type(optimizer).__name__}.")
         inner = inner.optimizer
     return inner
+
+
+@contextlib.contextmanager
+def masks_of(seed: int, number: int) -> Iterator[None]:
+    """Random numbers of their own for micro-batch ``number``, the same each time; the streams outside go on after it.
+
+    The streams of Python, of torch on the CPU, and of the accelerator in use.
+    """
+    devices = [module for module in map(_random_device, ("cuda", "xpu", "npu", "hpu", "mps")) if module is not None]
+    python, cpu, others = random.getstate(), torch.get_rng_state(), [module.get_rng_state() for module in devices]
+    own = int.from_bytes(hashlib.sha256(f"{seed}, {number}".encode()).digest()[:8], "big") >> 1
+    torch.manual_seed(own)
+    random.seed(own)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(cpu)
+        for module, state in zip(devices, others, strict=True):
+            module.set_rng_state(state)
+
+
+def _random_device(name: str) -> Any:
+    module = getattr(torch, name, None)
+    return module if module is not None and hasattr(module, "get_rng_state") and module.is_available() else None
