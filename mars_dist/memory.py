@@ -88,6 +88,7 @@ def zero_memory(
     split: bool = True,
     persistent: int = PERSISTENT,
     exact: bool = False,
+    one_state: bool = False,
 ) -> Plan:
     """What a rank keeps between two steps of training with gradient accumulation.
 
@@ -101,6 +102,7 @@ def zero_memory(
         offload: ``offload_optimizer.device``: "none", "cpu", or "nvme" (stage 3 only).
         split: MARS is named in the configuration. False: one group of all parameters, as made by hand.
         persistent: ``stage3_param_persistence_threshold``.
+        one_state: what MARS does without the clip (its ``one_state``): no ``prev_grad`` where the momentum is all.
         exact: exact mode, which keeps h of the next step beside that of this one: ``prev_grad`` counts both.
 
     Raises:
@@ -124,12 +126,13 @@ def zero_memory(
     for flat in flats:
         part, kept = _kept(flat, stage, world_size, 2 if sixteen else 4, float32_sums, offload != "none", persistent)
         rules = [rule_for(s, mars_type, matrix_ndim, None, optimize_1d) for s in flat]
+        keeps_h = any(r.corrected and not (one_state and r.can_keep_one_state) for r in rules)
         states = Memory(
             gradients=4 * part if offload != "none" else 0,
             master=4 * part if stage or sixteen else 0,
             exp_avg=4 * part,
             exp_avg_sq=4 * part if any(r.second_moment for r in rules) else 0,
-            prev_grad=4 * part * (1 + exact) if any(r.corrected for r in rules) else 0,
+            prev_grad=4 * part * (1 + exact) if keeps_h else 0,
         )
         place = {"none": "device", "cpu": "host", "nvme": "nvme" if 4 * part >= SWAPPED else "host"}[offload]
         plan += kept + replace(Plan(), **{place: states})

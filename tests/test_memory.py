@@ -11,9 +11,9 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mars_dist import MARS, step
+from mars_dist import MARS, pieces
 
-BLOCK_BYTES = step.BLOCK_NUMEL["cpu"] * 4
+BLOCK_BYTES = pieces.BLOCK_NUMEL["cpu"] * 4
 SHAPE = (64, 16384)  # four blocks
 
 
@@ -64,7 +64,7 @@ def largest_new(shape: tuple[int, ...], dtype: torch.dtype, **kwargs: Any) -> in
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [SHAPE, (64 * 16384,)], ids=["matrix", "vector"])
 def test_a_step_needs_at_most_two_blocks(shape: tuple[int, ...], dtype: torch.dtype, kwargs: dict[str, Any]) -> None:
-    assert torch.Size(shape).numel() == 4 * step.BLOCK_NUMEL["cpu"]
+    assert torch.Size(shape).numel() == 4 * pieces.BLOCK_NUMEL["cpu"]
     assert largest_new(shape, dtype, **{"lr_1d": 3e-3} | kwargs) <= 2 * BLOCK_BYTES
 
 

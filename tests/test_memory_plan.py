@@ -181,6 +181,7 @@ def test_by_hand() -> None:
     assert lion.device.exp_avg_sq == 8 and lion.device.prev_grad == 24
     exact = zero_memory(shapes, 2, 2, float32_sums=True, exact=True)
     assert exact == plan + Plan(Memory(prev_grad=24)), "h of the next step beside that of this one"
+    assert zero_memory(shapes, 2, 2, float32_sums=True, mars_type="mars-m", one_state=True).device.prev_grad == 0
     offloaded = zero_memory(shapes, 3, 2, float32_sums=True, offload="cpu", persistent=0)
     assert offloaded == Plan(Memory(weights=14), Memory(0, 56, 28, 28, 28, 20))
 

@@ -64,6 +64,7 @@ DATA_PARALLEL: list[Row] = [
         DDP,
         "exact mode",
         shown_by="tests/test_exact_engines.py::test_replay",
+        variants=("mars-adamw", "mars-lion", "mars-m"),
         ranks=(2,),
         note="by `mars_dist.exact.ExactMode`",
     ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.engines.row import Row
+from tests.engines.row import EVERY, Row
 
 ACCELERATE = "Accelerate: `accelerator.prepare(model, optimizer)`"
 TRAINER = "Hugging Face Trainer: `optim=`"
@@ -49,6 +49,7 @@ LAUNCHED: list[Row] = [
         "exact mode: DDP, FSDP1, FSDP2, DeepSpeed ZeRO-2/3",
         POOL,
         shown_by="tests/test_exact_engines.py::test_replay",
+        variants=EVERY[:2],
         ranks=(2,),
         note="by `mars_dist.exact.ExactMode`",
     ),

@@ -186,6 +186,7 @@ MESHES: list[Row] = [
         FSDP2,
         "exact mode",
         shown_by="tests/test_exact_engines.py::test_replay",
+        variants=("mars-adamw", "mars-lion", "mars-m"),
         ranks=(2,),
         note="by `mars_dist.exact.ExactMode`",
     ),
