@@ -20,7 +20,7 @@ from mars_dist.maths.rules import MatrixForm, Rule
 from mars_dist.matrices import Plans
 from mars_dist.sharding import fsdp1, torch_native
 from mars_dist.sharding.dtensor import is_dtensor, moved_from
-from mars_dist.sharding.layout import Layout, Segment
+from mars_dist.sharding.layout import WHOLE, Layout, Segment
 from mars_dist.sharding.locate import locate, trainable_only
 from mars_dist.sharding.norms import is_shared
 from mars_dist.step import rule_of
@@ -83,6 +83,7 @@ class Tables:
         self._rules: dict[tuple[int, int, str], tuple[str, tuple[int, ...]]] = {}
         self.plans = Plans()
         self._logged = False
+        self._alone = 0  # whole matrices that no ranks are known to share
         self._trainable: int | None = None  # how many tensors will be stepped in all, once it is known
 
     def look_again(self, may_be_dry_run: Sequence[bool | Tensor]) -> None:
@@ -165,6 +166,7 @@ class Tables:
                 rules = [rule_of(segment, group, settings) for segment in layout.segments]
                 if any(rule.whole_matrix for rule in rules):
                     layout = self._shared_out(layout, p, group[GROUP_ID])
+                    self._alone += layout.engine == WHOLE and layout.copies is None
                 new.append(New(p, group, layout, rules))
         if new:
             check_over_ranks(new, settings)
@@ -261,6 +263,12 @@ class Tables:
         without = max(0, (self._trainable or 0) - len(self._rules))
         parts += [f"{without} without a gradient so far"] if without else []
         logger.info("%s (%s)", ", ".join(parts), ", ".join(sorted(self.engines())))
+        if self._alone and self.engines() == {WHOLE} and dist.is_initialized() and dist.get_world_size() > 1:
+            logger.info(
+                "every rank orthogonalises all %d matrices: under DDP optimizer.attach(model), called once after "
+                "wrapping, has each do its share",
+                self._alone,
+            )
         total = sum(math.prod(shape) for _, shape in self._rules.values())
         larger = sum(math.prod(s) for label, s in self._rules.values() if label == "AdamW" and len(s) > 2)
         if 2 * larger > total:
