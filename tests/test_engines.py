@@ -279,10 +279,10 @@ def test_the_launched_rows_name_what_their_cases_run() -> None:
     for case, ranks in ((case, ranks) for cases, ranks in on for case in cases):
         variant = case.params.get("mars_type", "mars-adamw")
         run.setdefault((ACCELERATE, case.engine.partition("-")[0]), set()).update((variant, n) for n in ranks)
-    on = [(trained.DISTRIBUTED, (2, 3, 4)), (trained.VARIANTS, (2, 3, 4)), (trained.REPEATED, (2,))]
-    for case, ranks in ((case, ranks) for cases, ranks in on for case in cases):
-        variant = (case.optim or "mars_adamw").replace("_", "-")
-        run.setdefault((TRAINER, case.kind), set()).update((variant, n) for n in ranks)
+    by_trainer = [(trained.DISTRIBUTED, (2, 3, 4)), (trained.VARIANTS, (2, 3, 4)), (trained.REPEATED, (2,))]
+    for training, ranks in ((case, ranks) for cases, ranks in by_trainer for case in cases):
+        variant = (training.optim or "mars_adamw").replace("_", "-")
+        run.setdefault((TRAINER, training.kind), set()).update((variant, n) for n in ranks)
     rows: dict[tuple[str, str], set[tuple[str, int]]] = {}
     for row in (row for row in ROWS if row.kind and row.kind != "alone"):
         rows.setdefault((row.engine, row.kind), set()).update((v, n) for v in row.variants for n in row.ranks)
