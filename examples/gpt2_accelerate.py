@@ -17,6 +17,7 @@ from mars_dist import MARS, param_groups  # importing mars_dist is all that Acce
 from mars_dist.integrations.accelerate import fsdp2_plugin, mars_inside
 from mars_dist.pretrain.data import encode, shakespeare
 from mars_dist.pretrain.tokenizer import END_OF_TEXT_ID, PADDED_VOCABULARY, gpt2_tokenizer
+from mars_dist.pretrain.world import leave_processes
 
 WARMUP = 0.1  # of the updates
 
@@ -98,7 +99,6 @@ def train(args: argparse.Namespace) -> None:
         f"{type(model).__name__}, {type(mars).__name__}; pieces: {sorted(mars.engines())}; "
         f"rules: {mars.rule_counts()}; skipped updates: {skipped}"
     )
-    accelerator.end_training()
 
 
 if __name__ == "__main__":
@@ -106,9 +106,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=200, help="updates of the weights")
     parser.add_argument("--accumulate", type=int, default=1, help="batches per update on each process")
     parser.add_argument("--batch", type=int, default=8, help="sequences per batch on each process")
-    parser.add_argument(
-        "--clip", type=float, default=1.0, help="norm of the whole gradient; DeepSpeed takes its YAML's"
-    )
+    parser.add_argument("--clip", type=float, default=1.0, help="norm of the gradient; DeepSpeed takes its YAML's")
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--mars-type", default="mars-adamw")
     parser.add_argument("--layers", type=int, default=4)
@@ -117,3 +115,4 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log-every", type=int, default=20)
     train(parser.parse_args())
+    leave_processes()  # what accelerator.end_training() does as well, but after the model is gone

@@ -21,6 +21,7 @@ import mars_dist  # noqa: F401  the only line that MARS needs: DeepSpeed now kno
 from mars_dist.integrations.deepspeed.launch import prepare_deepspeed, use_gpu
 from mars_dist.pretrain.data import Blocks, encode, shakespeare, split, unigram_loss
 from mars_dist.pretrain.tokenizer import END_OF_TEXT_ID, PADDED_VOCABULARY, RANKS_FILE, gpt2_tokenizer
+from mars_dist.pretrain.world import leave_processes
 
 SEQUENCE = 64
 MODEL = dict(n_layer=4, n_head=2, n_embd=64)
@@ -174,4 +175,4 @@ if __name__ == "__main__":
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     train(json.loads(args.config.read_text()), args.out, args.steps, args.seed, args.eval_every)
-    dist.destroy_process_group()
+    leave_processes()

@@ -28,6 +28,7 @@ import mars_dist  # noqa: F401  the only line that MARS needs: Trainer now knows
 from mars_dist.integrations.deepspeed.launch import prepare_deepspeed
 from mars_dist.pretrain.data import encode, shakespeare, split
 from mars_dist.pretrain.tokenizer import END_OF_TEXT_ID, PADDED_VOCABULARY, gpt2_tokenizer
+from mars_dist.pretrain.world import leave_processes
 
 SIZES = {
     "tiny": {"n_layer": 2, "n_head": 2, "n_embd": 64},
@@ -109,9 +110,8 @@ def main() -> None:
     if trainer.is_world_process_zero():
         print(f"{model} on {training.world_size} processes, {rules}")
         print(f"held-out loss {loss:.3f} after {trainer.state.global_step} steps", flush=True)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    leave_processes()  # after the trainer is gone

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch.distributed as dist
 from gpt2_deepspeed import SEQUENCE, train
 
+from mars_dist.pretrain.world import leave_processes
+
 COLUMNS = ["optimizer", "lr", "lr_1d", "betas", "gamma", "seed", "steps", "tokens", "held_out_loss"]
 
 if __name__ == "__main__":
@@ -53,4 +55,4 @@ if __name__ == "__main__":
                     shown += [" ".join(map(str, params["betas"])), params.get("gamma", "")]
                     tokens = args.steps * config["train_batch_size"] * SEQUENCE
                     writer.writerow([name, *shown, seed, args.steps, tokens, f"{loss:.4f}"])
-    dist.destroy_process_group()
+    leave_processes()

@@ -13,13 +13,14 @@ from mars_dist import log
 from mars_dist.integrations import register, register_when_imported, unregister
 
 if TYPE_CHECKING:
+    from mars_dist.exact import ExactMode
     from mars_dist.groups import param_groups
     from mars_dist.optimizer import MARS
 
 __version__ = "0.1.0"
-__all__ = ["MARS", "__version__", "param_groups", "register", "unregister"]
+__all__ = ["MARS", "ExactMode", "__version__", "param_groups", "register", "unregister"]
 
-_LATER = {"MARS": "mars_dist.optimizer", "param_groups": "mars_dist.groups"}
+_LATER = {"MARS": "mars_dist.optimizer", "ExactMode": "mars_dist.exact", "param_groups": "mars_dist.groups"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from mars_dist.config import GROUP_DEFAULTS, Settings
 from mars_dist.maths.rules import MatrixForm, Rule
-from mars_dist.sharding.layout import WHOLE, Layout, Segment
+from mars_dist.sharding.layout import Layout, Segment
 from mars_dist.sharding.norms import FAULT, check_same, is_shared, segments_of_ranks
 
 
@@ -81,11 +81,6 @@ def _hash(content: object) -> int:
 def _unsupported(tensor: New, settings: Settings) -> str:
     """What this version cannot do with the tensor, the same on every rank; or ""."""
     layout = tensor.layout
-    if not settings.is_approx and layout.engine != WHOLE:
-        return (
-            f"exact mode (is_approx=False) is not supported under {layout.engine} yet, where the gradients of the next "
-            "batch do not reach the optimizer: use it on one process or under DDP in float32, or is_approx=True here."
-        )
     for segment, rule in zip(layout.segments, tensor.rules, strict=True):
         if rule.whole_matrix and (fault := MatrixForm.of(tensor.group).fault(segment.shape)):
             return f"{segment.name}: {fault}."

@@ -149,7 +149,7 @@ def orthogonalizations(
 
 def print_orthogonalizations(rounds: int, device: str, as_json: bool) -> None:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    shapes = [(768, 768), (768, 3072)]
+    shapes = [(384, 384), (384, 1536)] if device == "cpu" else [(1024, 1024), (1024, 4096)]
     tables = {f"{r} x {c}": orthogonalizations(r, c, rounds, device, dtype) for r, c in shapes}
     if as_json:
         print(json.dumps({"device": device, "dtype": str(dtype), "matrices": tables}))

@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     train = command("train", _train, "train a recipe; goes on from the last checkpoint in --out", _recipes())
     train.add_argument("recipe", metavar="RECIPE", help="a name below, or a YAML file")
     train.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe; repeatable")
+    train.add_argument("--exact", action="store_true", help="MARS in exact mode: two gradients for each step")
     train.add_argument("--out", type=Path, help="folder of the run (default runs/RECIPE)")
     train.add_argument("--fresh", action="store_true", help="start over, whatever --out holds")
     train.add_argument("--json", action="store_true", help="print the summary as JSON at the end; implies --quiet")
@@ -120,7 +121,7 @@ example gpt2-small-adamw. `--show` prints what one says.
 def _train(args: argparse.Namespace) -> int:
     from mars_dist.pretrain.recipe import load
 
-    recipe = load(args.recipe, args.set)
+    recipe = load(args.recipe, args.set + ["optimizer.exact=true"] * args.exact)
     if args.show:
         print(recipe.to_yaml(), end="")
         return 0

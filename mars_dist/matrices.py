@@ -18,11 +18,14 @@ from torch.distributed import ProcessGroup
 
 from mars_dist import kernels
 from mars_dist.config import Settings
-from mars_dist.maths.rules import MatrixForm, Orthogonalizer
+from mars_dist.maths.orthogonalize import flops
+from mars_dist.maths.rules import PLAIN, MatrixForm, Orthogonalizer
 from mars_dist.pieces import Bucket, Piece
 from mars_dist.sharding.assemble import Exchange, Matrix, Part, Plan, make_plan, matrices_of
 from mars_dist.sharding.layout import Layout
 from mars_dist.sharding.norms import check_same, communication_device, is_shared
+
+DEFAULT_SETTINGS = Settings()
 
 # Which tensors have a gradient may change from step to step where nothing is shared: then so many plans are kept.
 MOST_LOCAL_PLANS = 32
@@ -94,10 +97,16 @@ def _jobs(buckets: Sequence[Bucket], pieces: Sequence[Piece]) -> list[Job]:
     return list(jobs.values())
 
 
-def cost(matrix: Matrix) -> float:
-    """What orthogonalising it costs, in units that compare matrices."""
+def cost(
+    matrix: Matrix,
+    settings: Settings = DEFAULT_SETTINGS,
+    form: MatrixForm = PLAIN,
+    dtype: torch.dtype = torch.float32,
+) -> float:
+    """Floating-point operations of its orthogonalisation, iterated in ``dtype``."""
     rows, cols = matrix.sides
-    return float(rows) * cols * min(rows, cols)
+    rows, cols = (rows, cols // form.parts) if form.fan_in_fan_out else (rows // form.parts, cols)
+    return form.parts * flops(rows, cols, settings.ns_steps, settings.orthogonalizer, settings.mars_type, dtype)
 
 
 def _plan(job: Job, settings: Settings) -> Plan:
@@ -109,7 +118,9 @@ def _plan(job: Job, settings: Settings) -> Plan:
         held = [segments[number] for segments in layout.on_ranks] if layout.on_ranks else [piece.segment] * ranks
         matrices += matrices_of(source, held)
     numel = int(settings.matrix_buffer_mb * 2**20) // _sent_as(job, settings).itemsize
-    plan = make_plan(matrices, ranks, cost, numel, job.copies)
+    forms = [MatrixForm.of(piece.shard.group) for piece in job.pieces]
+    costs = [cost(matrix, settings, forms[matrix.source], _iterated_in(job, settings)) for matrix in matrices]
+    plan = make_plan(matrices, ranks, costs, numel, job.copies)
     device = job.pieces[0].shard.param.device
     if is_shared(job.group) and not check_same(plan.fingerprint(), job.group, device):  # type: ignore[arg-type]
         raise RuntimeError(
@@ -124,8 +135,13 @@ def _sent_as(job: Job, settings: Settings) -> torch.dtype:
     stored = max((piece.shard.state["exp_avg"].dtype for piece in job.pieces), key=lambda dtype: dtype.itemsize)
     if settings.orthogonalizer == "svd":
         return stored
-    iterated = settings.ns_dtype or ("float32" if _device(job).type == "cpu" else "bfloat16")
-    return min((stored, getattr(torch, iterated)), key=lambda dtype: dtype.itemsize)
+    return min((stored, _iterated_in(job, settings)), key=lambda dtype: dtype.itemsize)
+
+
+def _iterated_in(job: Job, settings: Settings) -> torch.dtype:
+    name = settings.ns_dtype or ("float32" if _device(job).type == "cpu" else "bfloat16")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _device(job: Job) -> torch.device:
@@ -158,7 +174,7 @@ class _Round:
                 buffer.view(-1, rows, cols), 1.0 - hyper.beta1, hyper.eps, self.orthogonalize, form
             )
             # Tall matrices are iterated on transposed, and may come back with the strides of that.
-            whole |= zip(numbers, directions.contiguous().view(buffer.shape).unbind(), strict=True)
+            whole |= zip(numbers, directions.reshape(buffer.shape).contiguous().unbind(), strict=True)
         for number, part, direction in self.exchange.hand_out(whole):
             self._take(number, part, direction)
         self._move()

@@ -12,8 +12,9 @@ over the tensors of the flat. ``sums`` is ``data_types.grad_accum_dtype: fp32`` 
 
 A flat has a state when one of its tensors needs it. Named in a JSON, MARS makes a flat of the matrices and one of all
 others: ``prev_grad`` is kept for the matrices only, and MARS-Lion and the matrix variants keep ``exp_avg_sq`` for the
-others only. Offload moves master and states to the host and keeps a float32 gradient beside them; at stages 1 and 2
-also a copy of the rank's weights, at stages 2 (without sums) and 3 the summed gradients. NVMe takes flats from 1 MiB.
+others only. Exact mode keeps a second buffer of the size of ``prev_grad``. Offload moves master and states to the host
+and keeps a float32 gradient beside them; at stages 1 and 2 also a copy of the rank's weights, at stages 2 (without
+sums) and 3 the summed gradients. NVMe takes flats from 1 MiB.
 
 Read in DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py and stage3.py, bf16_optimizer.py, fp16/unfused_optimizer.py) and
 compared with running engines, all but NVMe, by tests/test_memory_plan.py. Not counted: activations, buffers (buckets,
@@ -86,6 +87,7 @@ def zero_memory(
     matrix_ndim: Sequence[int] = (2,),
     split: bool = True,
     persistent: int = PERSISTENT,
+    exact: bool = False,
 ) -> Plan:
     """What a rank keeps between two steps of training with gradient accumulation.
 
@@ -99,6 +101,7 @@ def zero_memory(
         offload: ``offload_optimizer.device``: "none", "cpu", or "nvme" (stage 3 only).
         split: MARS is named in the configuration. False: one group of all parameters, as made by hand.
         persistent: ``stage3_param_persistence_threshold``.
+        exact: exact mode, which keeps h of the next step beside that of this one: ``prev_grad`` counts both.
 
     Raises:
         ValueError: for a combination that DeepSpeed does not train.
@@ -107,6 +110,8 @@ def zero_memory(
         raise ValueError(f"unknown precision={precision!r}, offload={offload!r} or stage={stage!r}")
     sixteen = precision != "fp32"
     float32_sums = float32_sums and sixteen
+    if exact and offload == "nvme":
+        raise ValueError(f"exact mode does not work with optimizer states on NVMe (ZeRO stage {stage})")
     if (offload != "none" and stage == 0) or (offload == "nvme" and stage != 3) or (float32_sums and stage == 0):
         raise ValueError(f"DeepSpeed does not train with offload={offload!r}, {float32_sums=} at ZeRO stage {stage}")
     tensors = [tuple(shape) for _, shape in shapes if numel(shape)]
@@ -124,7 +129,7 @@ def zero_memory(
             master=4 * part if stage or sixteen else 0,
             exp_avg=4 * part,
             exp_avg_sq=4 * part if any(r.second_moment for r in rules) else 0,
-            prev_grad=4 * part if any(r.corrected for r in rules) else 0,
+            prev_grad=4 * part * (1 + exact) if any(r.corrected for r in rules) else 0,
         )
         place = {"none": "device", "cpu": "host", "nvme": "nvme" if 4 * part >= SWAPPED else "host"}[offload]
         plan += kept + replace(Plan(), **{place: states})

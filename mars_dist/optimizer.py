@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Callable
@@ -10,14 +11,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from mars_dist import states
 from mars_dist.config import (
     GROUP_DEFAULTS,
     LR_1D,
     WEIGHT_DECAY_1D,
-    Default,
     Settings,
     check_keywords,
     resolve_defaults,
@@ -25,19 +25,17 @@ from mars_dist.config import (
 )
 from mars_dist.one_state import check_form, choose_form
 from mars_dist.pieces import Shard
-from mars_dist.saving import complete_units, undo_units, warn_of_other_values
-from mars_dist.sharding.dtensor import copy_as, is_dtensor, local, local_gradient
+from mars_dist.previous import Previous
+from mars_dist.saving import SavedOptimizer
+from mars_dist.sharding.dtensor import is_dtensor, local, local_gradient
 from mars_dist.sharding.layout import COPIES
-from mars_dist.step import check_gradient, learning_rate, rule_of, take_step
+from mars_dist.step import all_finite, check_gradient, learning_rate, rule_of, take_step
 from mars_dist.tables import GROUP_ID, Tables, check_last_group, shapes_and_rules
 
 logger = logging.getLogger("mars_dist")
 
-STATE_DICT_KEY = "mars_dist"
-STATE_DICT_FORMAT = 1
 
-
-class MARS(Optimizer):
+class MARS(SavedOptimizer):
     r"""Variance-reduced, preconditioned training: MARS-AdamW, MARS-Lion, MARS-Shampoo and MARS-M.
 
     One step for a tensor with value p, gradient g, gradient of the step before h, at step t = 1, 2, ...:
@@ -73,7 +71,7 @@ class MARS(Optimizer):
         amsgrad: use the running maximum of the second moment.
         gamma: strength of the gradient correction.
         is_approx: True takes the gradient of the step before as h. False (exact mode) takes the gradient of the
-            CURRENT batch at the previous point, handed over by ``update_previous_grad()`` and ``update_last_grad()``.
+            CURRENT batch at the previous point: ``mars_dist.exact.ExactMode`` takes it in any loop.
         mars_type: "mars-adamw", "mars-lion", "mars-shampoo" or "mars-m".
         optimize_1d: the MARS rule for all tensors (the matrix variants: MARS-AdamW for those that are no matrices).
         lr_1d: learning rate of the tensors under plain AdamW. Kept as its ratio to ``lr`` (group key
@@ -177,8 +175,7 @@ class MARS(Optimizer):
         self._tables = Tables()
         self.tensor_updates = 0  # a tensor in a step that was left out (skip_nonfinite) counts as well
         self._warned = False  # that there was nothing to step
-        # Exact mode: whether h belongs to the step that comes next; whether the h of the one after it is kept.
-        self._previous_is_new, self._next_is_kept = True, False
+        self._previous = Previous()
         super().__init__(params, resolve_defaults(defaults))
 
     # ------------------------------------------------------------------------------------------------ groups
@@ -250,23 +247,21 @@ class MARS(Optimizer):
         for group in self.param_groups:
             check_form(group, self.settings, began=any(p in self.state for p in group["params"]))
         is_first_look = self._find()
-        shards = []
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None or self._tables.always_joins(p):
-                    shards.append(self._shard(group, p))
+        joined = self._shards()
+        shards = [shard for _, shard in joined]
+        if self._previous.looking:
+            self._keep(joined)
+            return loss
         if shards:
-            if not self.settings.is_approx and not self._previous_is_new:
-                raise RuntimeError(
-                    "MARS in exact mode (is_approx=False): step() was called twice with the same previous gradient. "
-                    "For each step take the gradient of the next batch at the point before it: "
-                    "see update_previous_grad() and update_last_grad()."
-                )
+            if not self.settings.is_approx:
+                self._previous.before_step([(p, s.state, s.grad) for p, s in joined], self.settings.first_step)
             take_step(shards, self.settings, self._tables.plans)
             if is_first_look:
                 self._tables.look_again([s.may_be_dry_run for s in shards])
             self.tensor_updates += sum(len(s.layout.segments) for s in shards if not s.lacks_gradient)
-            self._previous_is_new = self.settings.is_approx
+            if not self.settings.is_approx:
+                is_dry = any(s.may_be_dry_run is not False for s in shards)
+                self._previous.advance_all(self.param_groups, self.state, is_dry)
         if not shards and self.tensor_updates == 0 and not self._warned:
             self._warned = True
             logger.warning(
@@ -285,6 +280,10 @@ class MARS(Optimizer):
                     check_gradient(p, p.grad)
         return self._tables.find(self.param_groups, self.settings)
 
+    def _shards(self) -> list[tuple[Tensor, Shard]]:
+        pairs = ((group, p) for group in self.param_groups for p in group["params"])
+        return [(p, self._shard(g, p)) for g, p in pairs if p.grad is not None or self._tables.always_joins(p)]
+
     def _shard(self, group: dict[str, Any], p: Tensor) -> Shard:
         """What a step works on: this rank's part of ``p``, its gradient and its states, which are made here."""
         layout = self._tables.layout(p)
@@ -298,7 +297,7 @@ class MARS(Optimizer):
         # A rank that holds nothing of the parameter and has no gradient for it (FSDP1) makes no state; one that a dry
         # run has made counts on.
         state = self.state[p] if p.grad is not None or grad.numel() or p in self.state else {}
-        is_new = not state
+        is_new = states.STEP not in state
         rules = [rule_of(segment, group, self.settings) for segment in layout.segments]
         states.ensure(state, p, grad, rules, group["amsgrad"], group["one_state"])
         may_be_dry_run: bool | Tensor = False
@@ -312,48 +311,52 @@ class MARS(Optimizer):
 
     # ------------------------------------------------------------------------------------------- exact mode
 
+    def looking_ahead(self) -> contextlib.AbstractContextManager[None]:
+        """Exact mode: inside it ``step()`` keeps the gradients as h of the NEXT step and changes nothing else.
+
+        Enter it with the gradients of the next batch at the present point, call ``step()`` as an ordinary step would
+        be (through a GradScaler, or DeepSpeed's wrapper), and zero the gradients before those of the present batch.
+        Where no h was kept (the extra pass overflowed), the step of that batch is as a first one, which is logged. With
+        ``skip_nonfinite`` an h that is not finite is kept as zeros. ``mars_dist.exact.ExactMode`` does all that in a
+        loop. Memory: a second buffer of the size of ``prev_grad``.
+
+        Raises:
+            RuntimeError: in approximate mode.
+        """
+        if self.settings.is_approx:
+            raise RuntimeError("looking_ahead() is for exact mode: construct MARS with is_approx=False.")
+        return self._previous.look(self)
+
+    def forget_previous(self) -> None:
+        """Exact mode: the step that comes has no h, whatever was kept: its data begins anew."""
+        self._previous.forget(self)
+
+    def _keep(self, joined: list[tuple[Tensor, Shard]]) -> None:
+        shards = [shard for _, shard in joined]
+        finite = all_finite(shards) if shards and self.settings.skip_nonfinite else None
+        for p, shard in joined:
+            if p in self.state:
+                self._previous.keep(p, self.state[p], shard.grad, finite)
+
     @torch.no_grad()
     def update_previous_grad(self) -> None:
-        """Exact mode: keep the present ``.grad`` as the previous gradient of the NEXT step.
-
-        Call it when the gradients are those of the next batch at the present point, before ``zero_grad()`` and the
-        gradient of the present batch; call ``update_last_grad()`` after ``step()``. Does nothing in approximate mode.
+        """Exact mode, the authors' call: keep the present ``.grad`` as h of the NEXT step, as ``looking_ahead()`` does.
 
         Raises:
             RuntimeError: as ``step()`` does for gradients and tensors that it cannot take.
         """
         if self.settings.is_approx:
             return
-        self._next_is_kept, found = True, False
         self._find()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                found = True
-                segments = self._tables.layout(p).segments
-                if any(rule_of(segment, group, self.settings).corrected for segment in segments):
-                    state = self.state[p]
-                    if "next_prev_grad" not in state:
-                        state["next_prev_grad"] = torch.empty_like(p, dtype=p.grad.dtype, requires_grad=False)
-                    state["next_prev_grad"].copy_(p.grad)
-        if not found:
+        joined = self._shards()
+        if not joined:
             logger.warning("update_previous_grad() found no gradient: call it before zero_grad()")
+        self._keep(joined)
 
-    @torch.no_grad()
     def update_last_grad(self) -> None:
-        """Exact mode: the gradient kept by ``update_previous_grad()`` becomes h of the step that comes next."""
-        if self.settings.is_approx:
-            return
-        for state in self.state.values():
-            if "next_prev_grad" in state:
-                swapped = state["next_prev_grad"], state.get("prev_grad")
-                state["prev_grad"] = swapped[0]
-                if swapped[1] is None:
-                    del state["next_prev_grad"]
-                else:
-                    state["next_prev_grad"] = swapped[1]
-        self._previous_is_new, self._next_is_kept = self._next_is_kept, False
+        """Exact mode, the authors' call: what was kept is h of the step that comes (after ``step()`` none is left)."""
+        for p, state in self.state.items():
+            self._previous.promote(p, state)
 
     # ------------------------------------------------------------------------------------- numbers for people
 
@@ -379,91 +382,6 @@ class MARS(Optimizer):
             rules = [rule for p, _, rule in shapes_and_rules(group, self.settings) if p.requires_grad]
             most = max(most, len(states.needed(rules, group["amsgrad"], group["one_state"])))
         return most
-
-    # ------------------------------------------------------------------------------------- saving and loading
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim, and what is one for the optimizer under ``"mars_dist"``.
-
-        Under FSDP1 with original parameters all tensors of a unit show the same states, as torch's helpers demand of
-        them: zeros where a tensor has none.
-        """
-        out = super().state_dict()
-        complete_units(out["state"], self.param_groups, self._tables, self.settings)
-        out[STATE_DICT_KEY] = {"format": STATE_DICT_FORMAT, **self.settings.to_dict()}
-        return out
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states, groups and settings. States keep the precision they were saved in and are copied.
-
-        Raises:
-            ValueError: as torch.optim does, when the groups do not fit; for settings that this version does not know.
-        """
-        before, settings = [dict(group) for group in self.param_groups], self.settings
-        final: dict[str, Any] = {}  # what is really loaded: hooks of the user may have replaced it
-        last = self.register_load_state_dict_pre_hook(lambda _, given: final.update(given))
-        first = self.register_load_state_dict_post_hook(lambda _: self._restore(final, before), prepend=True)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last.remove()
-            first.remove()
-        warn_of_other_values(
-            [(settings.to_dict(), self.settings.to_dict()), *zip(before, self.param_groups, strict=True)]
-        )
-
-    def _restore(self, state_dict: dict[str, Any], before: list[dict[str, Any]]) -> None:
-        ours = state_dict.get(STATE_DICT_KEY)
-        if ours is not None:
-            self.settings = Settings.from_dict(ours)
-        saved = dict(
-            zip(
-                (i for group in state_dict["param_groups"] for i in group["params"]),
-                (p for group in self.param_groups for p in group["params"]),
-                strict=True,
-            )
-        )
-        for i, state in state_dict["state"].items():
-            if i in saved:
-                self.state[saved[i]] = states.restore(state, saved[i], copy_as)
-        undo_units(self.state, self.param_groups, self._tables, self.settings)
-        for group, was, loaded in zip(self.param_groups, before, state_dict["param_groups"], strict=True):
-            # What the file does not say stays as this group had it (the file of another optimizer, say).
-            group |= {key: was[key] for key in self.defaults if key in was and key not in loaded}
-            if "one_state" not in loaded and any("prev_grad" in self.state.get(p, ()) for p in group["params"]):
-                group["one_state"] = False
-            if "weight_decay_1d" not in loaded and isinstance(self.defaults["weight_decay_1d"], Default):
-                group["weight_decay_1d"] = loaded.get("weight_decay", was["weight_decay_1d"])
-            group[GROUP_ID] = was[GROUP_ID]
-            for name in ("betas", "betas_1d"):
-                group[name] = tuple(group[name])  # some formats of files know lists only
-        self._tables.forget()
-        self._previous_is_new = True
-
-    def __getstate__(self) -> dict[str, Any]:
-        constructed = all(self._tables.constructed_as(group) for group in self.param_groups)
-        return {**super().__getstate__(), "settings": self.settings, "constructed": constructed}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        # torch adds it here: a state saved after loading would have a key that a new optimizer lacks, for which
-        # torch's set_optimizer_state_dict(full_state_dict=True) raises KeyError.
-        self.defaults.pop("differentiable", None)
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, float(value) if name == "weight_decay_1d" else value)
-        if "settings" in state:  # unpickled or deep-copied, not load_state_dict
-            self._tables = Tables()
-            self.tensor_updates = 0
-            self._warned = False
-            self._previous_is_new, self._next_is_kept = True, False
-            constructed = self.__dict__.pop("constructed")
-            for number, group in enumerate(self.param_groups):
-                group[GROUP_ID] = number
-                if constructed:
-                    self._tables.remember(group)
-                else:  # what an engine put in their place has no shapes: step() says so
-                    self._tables.originals[number] = []
 
 
 KEYWORDS = tuple(

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from mars_dist import states
-from mars_dist.config import GROUP_DEFAULTS, Settings
+from mars_dist.config import GROUP_DEFAULTS, Default, Settings
+from mars_dist.previous import Previous
+from mars_dist.sharding.dtensor import copy_as
 from mars_dist.step import rule_of
-from mars_dist.tables import Tables
+from mars_dist.tables import GROUP_ID, Tables
 
 logger = logging.getLogger("mars_dist")
 
@@ -80,3 +83,100 @@ def warn_of_other_values(pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, A
             "optimizer.param_groups after loading, or begin with new optimizer states.",
             ", ".join(changes),
         )
+
+
+STATE_DICT_KEY = "mars_dist"
+STATE_DICT_FORMAT = 1
+
+
+class SavedOptimizer(Optimizer):
+    """How MARS is saved, loaded, pickled and copied."""
+
+    settings: Settings
+    tensor_updates: int
+    _tables: Tables
+    _previous: Previous
+    _warned: bool
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch.optim, and what is one for the optimizer under ``"mars_dist"``.
+
+        Under FSDP1 with original parameters all tensors of a unit show the same states, as torch's helpers demand of
+        them: zeros where a tensor has none.
+        """
+        out = super().state_dict()
+        complete_units(out["state"], self.param_groups, self._tables, self.settings)
+        out[STATE_DICT_KEY] = {"format": STATE_DICT_FORMAT, **self.settings.to_dict()}
+        return out
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load states, groups and settings. States keep the precision they were saved in and are copied.
+
+        Raises:
+            ValueError: as torch.optim does, when the groups do not fit; for settings that this version does not know.
+        """
+        before, settings = [dict(group) for group in self.param_groups], self.settings
+        final: dict[str, Any] = {}  # what is really loaded: hooks of the user may have replaced it
+        last = self.register_load_state_dict_pre_hook(lambda _, given: final.update(given))
+        first = self.register_load_state_dict_post_hook(lambda _: self._restore(final, before), prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+            first.remove()
+        warn_of_other_values(
+            [(settings.to_dict(), self.settings.to_dict()), *zip(before, self.param_groups, strict=True)]
+        )
+
+    def _restore(self, state_dict: dict[str, Any], before: list[dict[str, Any]]) -> None:
+        ours = state_dict.get(STATE_DICT_KEY)
+        if ours is not None:
+            self.settings = Settings.from_dict(ours)
+        saved = dict(
+            zip(
+                (i for group in state_dict["param_groups"] for i in group["params"]),
+                (p for group in self.param_groups for p in group["params"]),
+                strict=True,
+            )
+        )
+        for i, state in state_dict["state"].items():
+            if i in saved:
+                self.state[saved[i]] = states.restore(state, saved[i], copy_as)
+        undo_units(self.state, self.param_groups, self._tables, self.settings)
+        for group, was, loaded in zip(self.param_groups, before, state_dict["param_groups"], strict=True):
+            # What the file does not say stays as this group had it (the file of another optimizer, say).
+            group |= {key: was[key] for key in self.defaults if key in was and key not in loaded}
+            if "one_state" not in loaded and any("prev_grad" in self.state.get(p, ()) for p in group["params"]):
+                group["one_state"] = False
+            if "weight_decay_1d" not in loaded and isinstance(self.defaults["weight_decay_1d"], Default):
+                group["weight_decay_1d"] = loaded.get("weight_decay", was["weight_decay_1d"])
+            group[GROUP_ID] = was[GROUP_ID]
+            for name in ("betas", "betas_1d"):
+                group[name] = tuple(group[name])  # some formats of files know lists only
+        self._tables.forget()
+        self._previous = Previous()
+
+    def __getstate__(self) -> dict[str, Any]:
+        constructed = all(self._tables.constructed_as(group) for group in self.param_groups)
+        return {**super().__getstate__(), "settings": self.settings, "constructed": constructed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # torch adds it here: a state saved after loading would have a key that a new optimizer lacks, for which
+        # torch's set_optimizer_state_dict(full_state_dict=True) raises KeyError.
+        self.defaults.pop("differentiable", None)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, float(value) if name == "weight_decay_1d" else value)
+        if "settings" in state:  # unpickled or deep-copied, not load_state_dict
+            self._tables = Tables()
+            self.tensor_updates = 0
+            self._warned = False
+            self._previous = Previous()
+            constructed = self.__dict__.pop("constructed")
+            for number, group in enumerate(self.param_groups):
+                group[GROUP_ID] = number
+                if constructed:
+                    self._tables.remember(group)
+                else:  # what an engine put in their place has no shapes: step() says so
+                    self._tables.originals[number] = []

@@ -7,7 +7,7 @@
 | exp_avg_sq | a rule with a second moment | as exp_avg |
 | max_exp_avg_sq | the same, with amsgrad | as exp_avg |
 | prev_grad | a rule with the gradient correction, but for one_state.py | the gradient's: the copy is exact |
-| next_prev_grad | exact mode, between update_previous_grad() and update_last_grad() | as prev_grad |
+| next_prev_grad | exact mode, between looking ahead and the step that follows (previous.py) | as prev_grad |
 
 A state has the shape of the tensor that the engine hands to the optimizer (under ZeRO the flat partition: DeepSpeed
 links and saves no other shape), and is left out where no piece of that tensor needs it.

@@ -82,6 +82,15 @@ def take_step(shards: Sequence[Shard], settings: Settings, plans: Plans) -> None
     move_matrices(buckets, pieces, settings, taken, plans)
 
 
+def all_finite(shards: Sequence[Shard]) -> Tensor:
+    """Whether every gradient of ``shards`` is finite on every rank that shares one, as a 0-dim bool on the device."""
+    device = _device(shards)
+    bad = torch.stack([(~torch.isfinite(s.grad).all()).to(device) for s in shards]).sum(dtype=torch.float64)
+    for group in dict.fromkeys(g for shard in shards for g in shard.layout.process_groups):
+        bad = sum_over_ranks(bad.reshape(1), group).reshape(())
+    return bad == 0
+
+
 def _buckets(shards: Sequence[Shard], settings: Settings, masked: bool) -> tuple[list[Bucket], list[Piece]]:
     """The pieces of ``shards`` in buckets, and in their own order, which is the same on every rank."""
     buckets: dict[Any, Bucket] = {}

@@ -115,7 +115,7 @@ def with_another_plan_on_one_rank(case: EngineCase) -> dict[str, Any]:
     from mars_dist import matrices
 
     cost = matrices.cost
-    other = (lambda matrix: -cost(matrix)) if dist.get_rank() == dist.get_world_size() - 1 else cost
+    other = (lambda *matrix: -cost(*matrix)) if dist.get_rank() == dist.get_world_size() - 1 else cost
     with mock.patch.object(matrices, "cost", other):
         return outcome(case)
 

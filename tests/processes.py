@@ -64,6 +64,37 @@ def run(
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
+# The last thing that an interpreter does before it ends (the first exit handler runs last): note the threads of gloo.
+EXIT_NOTE = """
+import atexit, os
+from pathlib import Path
+
+def note():
+    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    with open(f"{os.environ['EXIT_NOTES']}/rank{os.environ['RANK']}-{os.getpid()}", "w") as file:
+        file.write(" ".join(t for t in threads if "gloo" in t))
+
+if "RANK" in os.environ:
+    atexit.register(note)
+"""
+
+
+def noting_exits(folder: Path) -> dict[str, str]:
+    """Environment in which every process with a RANK notes down which threads of gloo it still has when it ends."""
+    notes = folder / "exit-notes"
+    notes.mkdir()
+    (notes / "sitecustomize.py").write_text(EXIT_NOTE)
+    path = os.pathsep.join(filter(None, [str(notes), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {"EXIT_NOTES": str(notes), "PYTHONPATH": path}
+
+
+def assert_left_properly(folder: Path, ranks: int) -> None:
+    """No rank went while a thread of gloo lived: one that asks for the interpreter's lock then aborts the process."""
+    notes = {file.name: file.read_text() for file in (folder / "exit-notes").glob("rank*")}
+    assert {name.partition("-")[0] for name in notes} == {f"rank{r}" for r in range(ranks)}, notes
+    assert not any(notes.values()), notes
+
+
 def free_port() -> str:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -247,4 +247,7 @@ class ReferenceMARS:
     def _orthogonalize(self, matrix: Tensor, eps: float) -> Tensor:
         if self.orthogonalizer == "svd":
             return polar_factor(matrix)
+        assert self.orthogonalizer == "newton-schulz", (
+            "the reference has no other iteration (test_orthogonalize.py does)"
+        )
         return newton_schulz(matrix, variant=self.mars_type, eps=eps, steps=self.ns_steps, dtype=self.ns_dtype)

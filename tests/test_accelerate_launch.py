@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from mars_dist.integrations import accelerate as integration
-from tests.processes import ROOT, run_python
+from tests.processes import ROOT, assert_left_properly, noting_exits, run_python
 
 # ----------------------------------------------------------------------------------------------------------- plug-in
 
@@ -199,10 +199,12 @@ def launch_example(name: str, folder: Path, variant: str = "mars-adamw") -> list
     launcher += OVERRIDES[name].split() + ["--main_process_port", "0"]
     shim = [str(ROOT / "tests" / "cpu_fsdp.py")] if "fsdp" in name or "hsdp" in name or "deepspeed" in name else []
     share = str(GLOBAL_BATCH // {"gpu_1": 1, "hsdp_4x8": 4}.get(name, 2))
-    done = run_python(
-        *launcher, *shim, EXAMPLE, *SMALL, "--mars-type", variant, "--batch", share, folder=folder, seconds=240
-    )
+    options = [*SMALL, "--mars-type", variant, "--batch", share]
+    env = noting_exits(folder)
+    done = run_python(*launcher, *shim, EXAMPLE, *options, folder=folder, seconds=240, env=env)
     assert done.returncode == 0, done.stdout
+    if name != "gpu_1":
+        assert_left_properly(folder, ranks=4 if name == "hsdp_4x8" else 2)
     rules, told = RULES[variant]
     assert f"{RAN[name]}rules: {rules}; skipped updates: 0" in done.stdout, done.stdout
     lines = re.findall(r"update +(\d)/3  loss (\d+\.\d+)  next lr (\S+)", done.stdout)

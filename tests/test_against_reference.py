@@ -92,7 +92,11 @@ KEYWORDS: dict[str, tuple] = {
     "matrix_ndim": (2, (2, 3), (2, 4), (2, 3, 4)),
     "maximize": (False, True),
 }
-MATRIX_KEYWORDS: dict[str, tuple] = {"orthogonalizer": ("newton-schulz", "svd"), "ns_steps": (5, 1)}
+MATRIX_KEYWORDS: dict[str, tuple] = {
+    "orthogonalizer": ("newton-schulz", "svd"),
+    "ns_steps": (5, 1),
+    "fan_in_fan_out": (False, True),
+}
 OVERRIDES: dict[str, tuple] = {
     "lr": LRS,
     "betas": BETAS,
@@ -379,6 +383,7 @@ def test_a_planted_fault_is_found(mars_type: str, fault: type[ReferenceMARS]) ->
         ("mars-adamw", {"amsgrad": True}),
         ("mars-adamw", {"maximize": True}),
         ("mars-shampoo", {"orthogonalizer": "svd"}),
+        ("mars-shampoo", {"fan_in_fan_out": True}),
         ("mars-m", {"matrix_ndim": 2}),
         ("mars-m", {"mars_type": "mars-shampoo"}),
     ],

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mars_dist import MARS
-from mars_dist.bench import SIZES, candidates, gpt2_shapes
+from mars_dist.bench import SIZES, SPECTRA, candidates, gpt2_shapes, orthogonalizations
 
 CANDIDATES = {
     "loop over tensors",
@@ -126,3 +126,22 @@ def test_operations_per_tensor(
     assert (many[0] - few[0]) / 90 <= arithmetic
     assert (many[1] - few[1]) / 90 <= everything
     assert operations(1, shape, **kwargs)[0] <= 80  # and what a step costs with hardly a tensor
+
+
+# ---- the orthogonalisations
+
+
+def test_benchmark_of_the_orthogonalisations() -> None:
+    """What is printed holds for small matrices as well, except the times."""
+    table = orthogonalizations(24, 96, 1, "cpu", torch.float32)
+    first = next(iter(table))
+    assert first == "newton-schulz, 5 steps" and "svd" in table
+    for name, row in table.items():
+        assert set(row) == {"flops", "wall", *SPECTRA} and row["wall"] > 0, name
+    assert (table[first]["flops"], table[first]["wall"]) == (1.0, 1.0)
+    assert max(table["svd"][spectrum] for spectrum in SPECTRA) < 1e-4
+    for spectrum in SPECTRA:
+        assert table["cans, 5 steps"][spectrum] < table[first][spectrum], spectrum
+        if spectrum != "quarter rank":  # six values, and by chance Newton-Schulz ends some of them near 1
+            assert table["polar-express, 5 steps"][spectrum] < table[first][spectrum], spectrum
+    assert table["cans, 3 steps"]["flops"] < table["cans, 4 steps"]["flops"] < table["cans, 5 steps"]["flops"] == 1.0

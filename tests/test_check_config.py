@@ -108,7 +108,17 @@ ONE = {
         "no multiple of 5 sequences per rank x 7 acc",
     ),
     # what this version does not do
-    "exact": ([(f"{PARAMS}.is_approx", False)], "error", f"{PARAMS}.is_approx", "exact mode"),
+    "exact": ([(f"{PARAMS}.is_approx", False)], "warning", f"{PARAMS}.is_approx", "exact mode.*ExactMode"),
+    "exact on NVMe": (
+        [
+            (f"{PARAMS}.is_approx", False),
+            (OFFLOAD, {"device": "nvme", "buffer_count": 12}),
+            ("zero_optimization.stage", 3),
+        ],
+        "error",
+        f"{PARAMS}.is_approx",
+        "does not work with optimizer states on NVMe",
+    ),
     # keys
     "super": (
         [(OFFLOAD, {"device": "cpu", "super_offload": True}), ("zero_optimization.stage", 3)],
@@ -202,6 +212,7 @@ ALSO = {
     "params": {""},
     "buffers": ON_DISK,
     "buffers with amsgrad": ON_DISK,
+    "exact on NVMe": ON_DISK | {f"{OFFLOAD}.nvme_path"},
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -27,13 +28,20 @@ def pools() -> Iterator[dict[int, RankPool]]:
         pool.close()
 
 
+def middle_stage(row: Row) -> list[ZeroCase]:
+    """The row's cases under ZeRO-2 that it has under ZeRO-1 too, whose engine class is the same, and under ZeRO-3."""
+    return [c for c in row.cases if c.stage == 2 and all(replace(c, stage=s) in row.cases for s in (1, 3))]
+
+
 def runs() -> Iterator[object]:
-    """The largest number of ranks in the default tier; two cases in each row of matrix variants."""
+    """In the default tier the largest number of ranks, of what runs at stages 1, 2 and 3 only 1 and 3, and two cases in
+    each row of matrix variants."""
     for size in (2, 3, 4):
         for row in ROWS:
+            middle = middle_stage(row)
             for number, case in enumerate(row.cases if size in row.ranks else ()):
                 again = number > 1 and case.params.get("mars_type") in MATRIX_VARIANTS
-                marks = [pytest.mark.slow] if size < max(row.ranks) or again else []
+                marks = [pytest.mark.slow] if size < max(row.ranks) or again or case in middle else []
                 yield pytest.param(
                     row, case, size, id=f"{row.feature.replace('`', '')}-{case}-{size}ranks", marks=marks
                 )

@@ -53,11 +53,12 @@ def test_zero_gradients_at_lr_zero_count_the_same_however_the_groups_are_cut(poo
 
 
 @pytest.mark.parametrize("stage, dtype", [(0, "bf16"), (1, "fp32"), (2, "fp32"), (3, "fp32")])
-def test_exact_mode_is_refused_where_gradients_do_not_reach_the_optimizer(
+def test_exact_mode_without_looking_ahead_is_an_error_at_the_second_step(
     pool: RankPool, stage: int, dtype: str
 ) -> None:
-    with pytest.raises(RankError, match="exact mode .is_approx=False. is not supported under"):
-        pool.run(hard_cases.exact_mode, stage, dtype)
+    for taken, said in pool.run(hard_cases.exact_mode, stage, dtype):
+        assert "twice with the same previous gradient" in said and "mars_dist.exact.ExactMode" in said
+        assert taken == 1
 
 
 @pytest.mark.parametrize(

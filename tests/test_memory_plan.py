@@ -179,6 +179,8 @@ def test_by_hand() -> None:
     assert plan == Plan(Memory(weights=32, gradients=32, master=32, exp_avg=32, exp_avg_sq=32, prev_grad=24))
     lion = zero_memory(shapes, 2, 2, float32_sums=True, mars_type="mars-lion")
     assert lion.device.exp_avg_sq == 8 and lion.device.prev_grad == 24
+    exact = zero_memory(shapes, 2, 2, float32_sums=True, exact=True)
+    assert exact == plan + Plan(Memory(prev_grad=24)), "h of the next step beside that of this one"
     offloaded = zero_memory(shapes, 3, 2, float32_sums=True, offload="cpu", persistent=0)
     assert offloaded == Plan(Memory(weights=14), Memory(0, 56, 28, 28, 28, 20))
 
@@ -194,6 +196,7 @@ def test_the_small_flat_does_not_go_to_nvme() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
+        {"stage": 3, "offload": "nvme", "exact": True},
         {"stage": 2, "offload": "nvme"},
         {"stage": 0, "offload": "cpu"},
         {"stage": 0, "float32_sums": True},

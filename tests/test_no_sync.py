@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mars_dist
 from mars_dist import MARS
+from mars_dist.config import ORTHOGONALIZERS
 
 # Operations whose result, or the size of whose result, depends on values: the host has to wait for them.
 WAITING = {
@@ -102,6 +103,19 @@ def test_a_step_waits_for_no_value(
     optimizer = MARS(params.values(), lr=lr, mars_type=mars_type, skip_nonfinite=skip_nonfinite, **kwargs)
     run(optimizer, params)
     assert all("exp_avg" in optimizer.state[p] for p in params.values())
+
+
+@pytest.mark.parametrize("mars_type", ["mars-shampoo", "mars-m"])
+@pytest.mark.parametrize("orthogonalizer", ORTHOGONALIZERS)
+def test_no_orthogonalisation_waits_for_a_value(orthogonalizer: str, mars_type: str) -> None:
+    params = {
+        name: Parameter(torch.ones(shape)) for name, shape in {"m": (4, 6), "long": (4, 40), "bias": (3,)}.items()
+    }
+    optimizer = MARS(
+        params.values(), mars_type=mars_type, orthogonalizer=orthogonalizer, matrix_parts=2, fan_in_fan_out=True
+    )
+    run(optimizer, params)
+    assert optimizer.rule_counts() == {"MARS-M" if mars_type == "mars-m" else "MARS-Shampoo": 2, "AdamW": 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mars_dist.integrations.deepspeed.launch import launcher_arguments
-from tests.processes import ROOT, run
+from tests.processes import ROOT, assert_left_properly, noting_exits, run
 
 
 @pytest.mark.parametrize("name", ["mars", pytest.param("adamw", marks=pytest.mark.slow)])
@@ -20,8 +20,9 @@ def test_training_through_the_launcher(name: str, tmp_path: Path, monkeypatch: p
     out = tmp_path / "run.jsonl"
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", *launcher_arguments(batch=16)]
     script = ["examples/gpt2_deepspeed.py", "--config", config, "--out", out, "--steps", "4", "--eval-every", "2"]
-    result = run(*launcher, *script)
+    result = run(*launcher, *script, env=noting_exits(tmp_path))
     assert result.returncode == 0, result.stdout
+    assert_left_properly(tmp_path, ranks=2)
 
     *steps, summary = [json.loads(line) for line in out.read_text().splitlines()]
     assert [s["step"] for s in steps] == [1, 2, 3, 4]
@@ -54,8 +55,9 @@ def test_the_quickstart_learns_from_context(tmp_path: Path, monkeypatch: pytest.
     command = ["--module", "mars_dist.cli", "train", "tiny-mars-adamw", "--out", out, "--quiet"]
     for setting in ("training.steps=60", "schedule.warmup_steps=6", "validation.every=30"):
         command += ["--set", setting]
-    result = run(*launcher, *command)
+    result = run(*launcher, *command, env=noting_exits(tmp_path))
     assert result.returncode == 0, result.stdout
+    assert_left_properly(tmp_path, ranks=2)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
     assert losses.keys() == {30, 60} and losses[60] < 6.355 < losses[30]

@@ -29,8 +29,9 @@ ALLOWED: dict[str, set[str]] = {
     "step": {"matrices", "pieces", "kernels", "maths", "sharding", "states", "config"},
     "agreement": {"maths", "sharding", "config"},
     "tables": {"agreement", "matrices", "step", "maths", "sharding", "config", "log"},
-    "saving": {"tables", "step", "states", "sharding", "config", "log"},
-    "optimizer": {"saving", "tables", "step", "pieces", "one_state", "states", "sharding", "config", "log"},
+    "previous": {"sharding"},
+    "saving": {"previous", "tables", "step", "states", "sharding", "config", "log"},
+    "optimizer": {"saving", "previous", "tables", "step", "pieces", "one_state", "states", "sharding", "config", "log"},
     "integrations": {"optimizer", "tables", "step", "states", "maths", "sharding", "config", "log", "versions"},
 }
 BELOW_THE_OPTIMIZER = {
@@ -48,6 +49,7 @@ BELOW_THE_OPTIMIZER = {
     "agreement",
     "tables",
     "saving",
+    "previous",
 }
 ABOVE = {
     "optimizer",

@@ -192,7 +192,6 @@ REFUSED = [
     ("weight_decay=0.1", "give --weight_decay 0.1 instead"),
     # what needs the other arguments
     ("mars_type=mars-lion", "mars_type=mars-lion and optim says mars-adamw"),
-    ("is_approx=False", "exact mode.* needs a second gradient"),
     ("weight_decay_1d=0.1", "weight_decay_1d=0.1 would have no effect.*--weight_decay 0"),
     # ranges
     ("beta1=1", "betas\\[0\\] must be in \\[0, 1\\), got 1"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mars_dist  # noqa: F401  the only line that MARS needs
-from tests.processes import ROOT, free_port, run_python
+from tests.processes import ROOT, assert_left_properly, free_port, noting_exits, run_python
 
 Words = tuple[str | Path, ...]
 EXAMPLE = ROOT / "examples" / "gpt2_trainer.py"
@@ -127,9 +127,11 @@ def check_example(
     more: tuple[str, ...] = MARS,
 ) -> str:
     given = ("--output_dir", "o", "--max_steps", str(steps), *more, *SMALL)
-    env = OFFLINE if "--deepspeed" in more else ON_CPU
+    env = (OFFLINE if "--deepspeed" in more else ON_CPU) | noting_exits(folder)
     run = run_python(*launcher, EXAMPLE, *given, folder=folder, env=env, seconds=200)
     assert run.returncode == 0, run.stdout
+    if processes > 1:
+        assert_left_properly(folder, processes)
     line = f"{model} on {processes} processes, {{'AdamW': 18, 'MARS-AdamW': 10}}"
     assert run.stdout.count(line) == 1 and f"after {steps} steps" in run.stdout, run.stdout
     return run.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import signal
@@ -145,6 +146,7 @@ def saved(checkpoint: Path) -> dict[str, Tensor]:
 def in_world(size: int, rendezvous: Path, function: Callable[..., Any], *args: Any) -> Any:
     """``function(*args)`` on the first ``size`` ranks, which are a world of their own; None on the others."""
     if dist.is_initialized():
+        gc.collect()  # a model that is gone may hold the group; freed by it, the group could wait for ever
         dist.destroy_process_group()
     if size <= POOL_RANK:
         return None

@@ -12,12 +12,13 @@ are made, and again when training starts.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +40,7 @@ NAMES = {
 
 _active = False  # what somebody else has wrapped once more cannot be taken out, only turned off
 _said: set[str] = set()
+_driven = False
 
 
 def register() -> None:
@@ -130,8 +132,24 @@ def _mars(context: Any) -> tuple[type, dict[str, Any]]:
             'fsdp_config={"use_orig_params": true, ...}, or take FSDP2 ("version": 2).'
         )
     keywords, sentence = choose(context.args)
+    if keywords.get("is_approx") is False and not _driven:
+        raise RuntimeError(
+            "optim_args: is_approx=False (exact mode) needs a second gradient at each update, which Trainer does not "
+            "take: use mars_dist.integrations.exact_trainer.ExactTrainer in its place, or leave it out."
+        )
     _say(sentence)
     return optimizer_class(keywords), keywords
+
+
+@contextlib.contextmanager
+def exact_mode_is_driven() -> Iterator[None]:
+    """Around the creation of an optimizer for a Trainer that takes the second gradient of exact mode."""
+    global _driven
+    _driven = True
+    try:
+        yield
+    finally:
+        _driven = False
 
 
 def _say(sentence: str) -> None:

@@ -160,11 +160,6 @@ def explicit(args: Any) -> tuple[dict[str, Any], dict[str, str]]:
             f"optim_args says mars_type={found['mars_type']} and optim says {variant}: leave mars_type out, or give "
             f"the optim of that name (one of {', '.join(VARIANT_OF)})"
         )
-    if found.get("is_approx") is False:
-        raise ValueError(
-            "optim_args: is_approx=False (exact mode) needs a second gradient at each step, which Trainer's loop does "
-            "not compute. Leave it out, or train with a loop of your own: see MARS.update_previous_grad()."
-        )
     if found.get("weight_decay_1d") and args.weight_decay == 0.0:
         raise ValueError(
             f"optim_args: weight_decay_1d={found['weight_decay_1d']:g} would have no effect, because with "

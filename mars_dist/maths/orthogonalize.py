@@ -175,7 +175,8 @@ def flops(
         dtype: the precision of the iteration, which decides on the small form.
 
     For "svd", which is no sequence of products, the customary count for U, S and V of a matrix with m >= n:
-    6 m n^2 + 20 n^3 (Golub and Van Loan, Matrix Computations, R-SVD), and the final product.
+    6 m n^2 + 20 n^3 (Golub and Van Loan, Matrix Computations, R-SVD), and the final product. It says nothing about
+    time: no device runs a decomposition at the speed of products.
     """
     short, long = min(rows, cols), max(rows, cols)
     if method == "svd":

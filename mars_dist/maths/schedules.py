@@ -42,9 +42,9 @@ def cans(steps: int, delta: float = 0.1) -> tuple[Quintic, ...]:
 
     Minimax quintics one after the other, from the widest interval [lower, 1] whose values all end in [1 - delta,
     1 + delta] (found by bisection): of all such compositions the one with the largest slope at 0. Each interval is
-    taken 1 % longer at its upper end, for values that rounding has left above it. The paper takes delta 0.3 for Muon;
-    with 0.1 all of eight test matrices end nearer to the exact factor at 4 and 5 steps in float32, and the slopes,
-    which amplify rounding, are a third.
+    taken 1 % longer at its upper end, for values that rounding has left above it. The paper takes delta 0.3 for Muon.
+    With 0.1, 5 steps in float32 ended eight test matrices at 0.07 to 0.08 from the exact factor (0.3: 0.19 to 0.23),
+    and the largest slope above 0.02, which amplifies rounding, is 200 (0.3: 614).
     """
     low, high = -40.0, 0.0  # logarithm of ``lower``
     for _ in range(60):

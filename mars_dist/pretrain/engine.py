@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mars_dist.integrations import exact_loop
 from mars_dist.integrations.deepspeed.launch import initialize
+from mars_dist.optimizer import MARS
 from mars_dist.pretrain import model as models
 from mars_dist.pretrain.recipe import accumulation
 
@@ -53,7 +56,7 @@ def schedule(recipe: Recipe, done: int) -> float:
     return lowest + (1.0 - lowest) * 0.5 * (1.0 + math.cos(math.pi * part))
 
 
-class Engine:
+class Engine(ABC):
     """What both have in common: the hyper-parameters are the recipe's, also after a checkpoint was loaded."""
 
     name: str
@@ -67,6 +70,32 @@ class Engine:
     def lr(self) -> float:
         """Of the last update."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def is_exact(self) -> bool:
+        return bool(getattr(self.recipe.optimizer, "exact", False))
+
+    def look_ahead(self, micro_batches: Sequence[Tensor]) -> None:
+        """Exact mode: take the gradient of the NEXT update's batch at the present point, as ``train_step`` takes its.
+
+        There is no dropout in these models: the two passes of a batch need no common masks.
+        """
+        passes = self._passes()
+        passes.zero_grad()
+        with passes.aside():
+            for i, sequences in enumerate(micro_batches):
+                with passes.micro_batch(i + 1 == len(micro_batches)):
+                    self._backward(sequences, len(micro_batches))
+            passes.keep()
+        passes.zero_grad()
+        passes.close()
+
+    @abstractmethod
+    def _passes(self) -> exact_loop.Engine: ...
+
+    @abstractmethod
+    def _backward(self, sequences: Tensor, micro_batches: int) -> Tensor:
+        """Forward and backward of one of ``micro_batches``; returns its part of the mean loss."""
 
     def keep_settings(self) -> None:
         """Remember what the optimizer was made with: ``apply_settings`` comes back to it."""
@@ -90,6 +119,8 @@ class Plain(Engine):
             ids = [device.index] if device.type == "cuda" else None
             self.ddp = nn.parallel.DistributedDataParallel(self.model, device_ids=ids)
         self.optimizer = models.build_optimizer(self.model, recipe.optimizer)
+        if self.ddp is not None and isinstance(self.optimizer, MARS):
+            self.optimizer.attach(self.ddp)  # each rank orthogonalises its share of the matrices
         self.keep_settings()
         self.name = "DDP" if self.ddp else "one process"
 
@@ -107,14 +138,23 @@ class Plain(Engine):
         for i, sequences in enumerate(micro_batches):
             exchange = self.ddp is None or i + 1 == len(micro_batches)
             with contextlib.nullcontext() if exchange or self.ddp is None else self.ddp.no_sync():
-                loss = self._loss(self.ddp or self.model, sequences) / len(micro_batches)
-                loss.backward()
-            total += loss.detach().double()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.training.clip or math.inf)
+                total += self._backward(sequences, len(micro_batches))
+        norm = self._clip()
         self.apply_settings(done)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total, norm
+
+    def _backward(self, sequences: Tensor, micro_batches: int) -> Tensor:
+        loss = self._loss(self.ddp or self.model, sequences) / micro_batches
+        loss.backward()
+        return loss.detach().double()
+
+    def _clip(self) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.training.clip or math.inf)
+
+    def _passes(self) -> exact_loop.Engine:
+        return exact_loop.Loop(self.optimizer, self.ddp, self._clip, None)
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor) -> Tensor:
@@ -168,12 +208,20 @@ class ZeRO(Engine):
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         self.apply_settings(done)
         for sequences in micro_batches:
-            loss = models.loss(self.engine, sequences.to(self.engine.device, non_blocking=True))
-            self.engine.backward(loss)
+            total += self._backward(sequences, len(micro_batches))
             self.engine.step()
-            total += loss.detach().double() / len(micro_batches)
         norm = self.engine.get_global_grad_norm()
         return total, torch.as_tensor(norm or 0.0, device=total.device)  # None: ZeRO was told not to compute it
+
+    def _backward(self, sequences: Tensor, micro_batches: int) -> Tensor:
+        loss = models.loss(self.engine, sequences.to(self.engine.device, non_blocking=True))
+        self.engine.backward(loss)
+        return loss.detach().double() / micro_batches
+
+    def _passes(self) -> exact_loop.Engine:
+        from mars_dist.integrations.deepspeed.look_ahead import DeepSpeed
+
+        return DeepSpeed(self.engine)
 
     @torch.no_grad()
     def evaluate(self, sequences: Tensor) -> Tensor:

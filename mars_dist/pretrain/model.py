@@ -80,8 +80,8 @@ def build_optimizer(model: nn.Module, section: AdamWOptimizer | MarsOptimizer) -
         plain = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
         return torch.optim.AdamW(plain, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
     groups = param_groups(model, section.mars_type, lr_1d=section.lr_1d, no_decay=(), **rates)
-    keywords = section.model_dump(exclude={"name", "weight_decay_embeddings"})
-    return MARS(groups, mars_type=section.mars_type, **keywords)
+    keywords = section.model_dump(exclude={"name", "weight_decay_embeddings", "exact"})
+    return MARS(groups, mars_type=section.mars_type, is_approx=not section.exact, **keywords)
 
 
 def count(model: nn.Module) -> int:

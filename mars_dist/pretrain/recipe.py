@@ -139,6 +139,7 @@ class MarsOptimizer(_Optimizer):
     betas_1d: tuple[float, float] = Field(strict=False, description="two numbers in [0, 1)")
     gamma: float = Field(description="a number")
     clip: float | None = _number(above=0, null=", or null for no clip")  # norm of a tensor's corrected gradient
+    exact: bool = Field(default=False, description="true or false")  # a second gradient for each step (mars_dist.exact)
 
     @property
     def mars_type(self) -> str:
@@ -149,6 +150,8 @@ class MarsOptimizer(_Optimizer):
     def _muon_is_muon(self) -> MarsOptimizer:
         if self.name == "muon" and (self.gamma != 0 or self.clip is not None):
             raise ValueError(f"gamma must be 0 and clip null for muon, got {self.gamma} and {self.clip}")
+        if self.name == "muon" and self.exact:
+            raise ValueError("exact must be false for muon, which makes no use of a second gradient")
         return self
 
 

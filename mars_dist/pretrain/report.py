@@ -122,6 +122,8 @@ def fact_rows(runs: Sequence[Run]) -> list[Row]:
     """What each run is and where it is."""
     engines = [[run.facts.get(key, "?") for key in ("engine", "world_size", "device")] for run in runs]
     last = [run.training[-1] for run in runs]
+    exact = [bool(run.facts["optimizer"].get("exact")) for run in runs]
+    gradients = Row("gradients_per_step", "gradients per step", [1 + of_run for of_run in exact], str)
     losses: list[list[Any]] = [[point.loss for point in run.validation] or [None] for run in runs]
     return [
         Row("optimizer", "optimizer", [run.facts["optimizer"]["name"] for run in runs], str),
@@ -130,6 +132,7 @@ def fact_rows(runs: Sequence[Run]) -> list[Row]:
         Row("parameters", "parameters", [run.facts.get("parameters") for run in runs], scaled),
         Row("engine", "engine x ranks (device)", ["{} x {} ({})".format(*engine) for engine in engines], str),
         Row("tokens_per_s", "tokens/s (median)", [statistics.median(run.speeds) for run in runs], "{:,.0f}".format),
+        *([gradients] if any(exact) else []),
         Row("finished", "finished", [run.finished for run in runs], lambda yes: "yes" if yes else "no"),
         Row("steps", "steps", [point.step for point in last], "{:,}".format),
         Row("tokens", "tokens read", [point.tokens for point in last], scaled),

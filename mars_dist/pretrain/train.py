@@ -90,6 +90,9 @@ def _train(recipe: Recipe, out: Path, resume: bool, bar: bool, engine_name: str,
         while step < recipe.training.steps:
             step_began = time.perf_counter()
             mine = sequences.batch(step, recipe.training.batch, world.rank, world.size)
+            if engine.is_exact:  # also before the last step: a run with more steps goes on as if it had not ended
+                following = sequences.batch(step + 1, recipe.training.batch, world.rank, world.size)
+                engine.look_ahead(split(following, recipe))
             loss, norm = engine.train_step(step, split(mine, recipe))
             step += 1
 
@@ -109,10 +112,12 @@ def _train(recipe: Recipe, out: Path, resume: bool, bar: bool, engine_name: str,
                 "lr": engine.lr,
                 "tokens_per_s": round(per_step / seconds, 1),
             }
+            if engine.is_exact:  # of a whole batch: the time of both of a step is in tokens_per_s
+                record["gradient_evaluations"] = 2 * step
             if told[0][1] > 0:  # DeepSpeed can be told not to compute it
                 record["grad_norm"] = told[0][1]
             if peak is not None:
-                record["mfu"] = round(flops * per_step / seconds / (peak * world.size), 4)
+                record["mfu"] = round((1 + engine.is_exact) * flops * per_step / seconds / (peak * world.size), 4)
             last = step == recipe.training.steps
             if held_out is not None and (last or step % recipe.validation.every == 0):
                 val_losses = validate(engine, held_out, recipe, world)
@@ -133,6 +138,7 @@ def _train(recipe: Recipe, out: Path, resume: bool, bar: bool, engine_name: str,
         if done:
             metrics.summary({**about, "steps": step, **rules_of(engine)}, time.perf_counter() - began)
     engine.close()
+    del engine  # it holds the process group
     world.leave()
     return DONE if done else INTERRUPTED
 
@@ -170,6 +176,7 @@ def what_must_agree(recipe: Recipe, digest: str) -> dict[str, Any]:
         "training.batch": recipe.training.batch,
         "training.seed": recipe.training.seed,
         "optimizer.name": recipe.optimizer.name,
+        **({"optimizer.exact": True} if getattr(recipe.optimizer, "exact", False) else {}),
     }
 
 
@@ -267,6 +274,7 @@ def describe(recipe: Recipe, about: dict[str, Any], step: int, out: Path) -> str
         f"{about['name']}: {about['parameters'] / 1e6:.1f} M parameters, {recipe.optimizer.name} at lr "
         f"{recipe.optimizer.lr:g}, {recipe.training.steps} steps of {about['batch']} x {about['sequence_length']} "
         f"tokens\n{about['engine']} on {about['world_size']} x {about['device']}{going_on}; writing {out}"
+        + ("\nexact mode: two gradients for each step" if getattr(recipe.optimizer, "exact", False) else "")
         + ("" if recipe.data.path else f"\nthe text that ships; tokenizer: GPT-2's, from {RANKS_FILE}")
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -10,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mars_dist.integrations.deepspeed.launch import prepare_deepspeed, use_gpu
+from mars_dist.integrations.deepspeed.launch import destroy_groups, prepare_deepspeed, use_gpu
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -40,10 +42,34 @@ class World:
 
     def leave(self) -> None:
         """Wait for the others, so that no launcher ends one that is still closing its files, and part from them."""
-        if dist.is_initialized():
+        if self.joined_here:
+            leave_processes()
+        elif dist.is_initialized():
             dist.barrier()
-            if self.joined_here:
-                dist.destroy_process_group()
+
+
+def leave_processes() -> None:
+    """Part from the other processes so that this one can end: call it last, when no model or optimizer is in use.
+
+    A thread of a gloo group may be the last to hold a tensor of a collective that is over, and then needs Python's
+    lock to free it. If it asks while the interpreter ends, it aborts the process ("terminate called without an active
+    exception"); if it asks while something that holds the lock, such as a DDP model, frees the group, both wait for
+    ever. So what else holds the groups (engines in cycles, DeepSpeed's copy, default arguments) goes first, the groups
+    last, from here, where PyTorch waits for their threads without the lock.
+    """
+    if not dist.is_initialized():
+        return
+    dist.barrier()
+    gc.collect()  # engines are cycles, and hold groups
+    groups = list(dist.distributed_c10d._world.pg_map)
+    destroy_groups()
+    # `def barrier(group=GroupMember.WORLD)`, in a module imported after the world was made, keeps the world.
+    for function in [o for o in gc.get_objects() if type(o) is FunctionType and o.__defaults__]:
+        values = function.__defaults__ or ()
+        if any(value is group for value in values for group in groups):
+            function.__defaults__ = tuple(None if any(v is g for g in groups) else v for v in values)
+    gc.collect()
+    groups.clear()  # the last holder: it is back when the threads have ended
 
 
 def join(out: Path, engine_name: str) -> World:

@@ -101,11 +101,11 @@ class Plan:
         """63 bits that are equal on ranks with the same plan."""
         return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
 
-    def loads(self, cost: Callable[[Matrix], float]) -> list[float]:
-        """What the matrices of each rank cost together."""
+    def loads(self, costs: Sequence[float]) -> list[float]:
+        """What the matrices of each rank cost together, from the cost of each."""
         loads = [0.0] * self.world_size
-        for matrix, owner in zip(self.matrices, self.owners, strict=True):
-            loads[owner] += cost(matrix)
+        for cost, owner in zip(costs, self.owners, strict=True):
+            loads[owner] += cost
         return loads
 
     def sent(self, rank: int) -> int:
@@ -143,18 +143,17 @@ def matrices_of(source: int, on_ranks: Sequence[Segment]) -> list[Matrix]:
 def make_plan(
     matrices: Sequence[Matrix],
     world_size: int,
-    cost: Callable[[Matrix], float],
+    costs: Sequence[float],
     numel_per_round: int,
     copies: bool = False,
 ) -> Plan:
-    """Owners balanced by ``cost``, and rounds in which no rank owns or sends more than about ``numel_per_round``.
+    """Owners balanced by ``costs``, and rounds in which no rank owns or sends more than about ``numel_per_round``.
 
     A matrix that one rank holds whole is owned by it. The others go, the dearest first, to the rank with the least to
     do, and among such ranks to the one that holds most of it. A matrix that is larger than a round has one to itself.
     """
     loads = [0.0] * world_size
     owners = [-1] * len(matrices)
-    costs = [cost(matrix) for matrix in matrices]
     for i, matrix in enumerate(matrices):
         if len(matrix.parts) == 1 and not copies:
             owners[i] = matrix.parts[0].rank

@@ -62,6 +62,13 @@ DATA_PARALLEL: list[Row] = [
     ),
     Row(
         DDP,
+        "exact mode",
+        shown_by="tests/test_exact_engines.py::test_replay",
+        ranks=(2,),
+        note="by `mars_dist.exact.ExactMode`",
+    ),
+    Row(
+        DDP,
         "`torch.compile`d model",
         cases=every("ddp", {"compile": True}),
         collectives=0,
@@ -109,13 +116,12 @@ DATA_PARALLEL: list[Row] = [
         variants=EVERY[2:],
         note="by `matrix_buffer_mb`",
     ),
-    fsdp1(
+    Row(
+        FSDP1,
         "exact mode",
-        (EngineCase("fsdp1", params={"is_approx": False}),),
-        variants=("mars-adamw",),
-        answer="refused",
-        message="exact mode (is_approx=False) is not supported",
-        function=outcome,
+        shown_by="tests/test_exact_engines.py::test_replay",
+        ranks=(2,),
+        note="by `mars_dist.exact.ExactMode`",
     ),
     fsdp1(
         "`MixedPrecision` (bfloat16)",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from tests.engine_cases import EngineCase
-from tests.engine_more_cases import outcome
 from tests.engines.data_parallel import LION, MATRIX, every
 from tests.engines.row import EVERY, Row
 
@@ -183,12 +182,11 @@ MESHES: list[Row] = [
         ),
         active=(("plain", 0),),
     ),
-    fsdp2(
+    Row(
+        FSDP2,
         "exact mode",
-        (EngineCase("fsdp2", params={"is_approx": False}),),
-        variants=("mars-adamw",),
-        answer="refused",
-        message="exact mode (is_approx=False) is not supported",
-        function=outcome,
+        shown_by="tests/test_exact_engines.py::test_replay",
+        ranks=(2,),
+        note="by `mars_dist.exact.ExactMode`",
     ),
 ]

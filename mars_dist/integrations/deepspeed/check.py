@@ -26,7 +26,7 @@ from mars_dist.integrations.deepspeed.features import (
     unknown,
     warned,
 )
-from mars_dist.integrations.deepspeed.nvme import too_few_buffers
+from mars_dist.integrations.deepspeed.nvme import is_on, too_few_buffers
 from mars_dist.maths.rules import rule_for
 from mars_dist.optimizer import KEYWORDS, MARS
 from mars_dist.states import needed
@@ -207,10 +207,15 @@ def _refusal(keywords: Mapping[str, Any]) -> str:
 def _exact_mode(config: Config) -> Iterator[Finding]:
     params = _params(config)
     if params.get("is_approx") is False:
+        on_disk = is_on(config)
         yield Finding(
-            "error",
+            "error" if on_disk else "warning",
             "optimizer.params.is_approx",
-            "= false (exact mode) is not supported under DeepSpeed yet. Remove it.",
+            "= false (exact mode) keeps a state between two passes, which does not work with optimizer states on NVMe: "
+            "use offload_optimizer.device = cpu."
+            if on_disk
+            else "= false (exact mode) needs a second gradient for each step: iterate over mars_dist.exact.ExactMode "
+            "in the training loop, or the second step raises.",
         )
 
 

@@ -43,6 +43,15 @@ def prepare_deepspeed(run_dir: Path) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def destroy_groups() -> None:
+    """``destroy_process_group``, by DeepSpeed where it runs: it keeps a copy of the world, which it then lets go."""
+    comm = sys.modules.get("deepspeed.comm")
+    if comm is not None and comm.is_initialized():
+        comm.destroy_process_group()
+    else:
+        torch.distributed.destroy_process_group()
+
+
 def initialize(**arguments: Any) -> Any:
     """``deepspeed.initialize``, imported when it is called."""
     import deepspeed

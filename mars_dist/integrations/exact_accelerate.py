@@ -1,0 +1,69 @@
+"""Exact mode under Accelerate: its own no_sync, sync flag and scaler, or the DeepSpeed engine that it drives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mars_dist.integrations.deepspeed.look_ahead import DeepSpeed
+from mars_dist.integrations.exact_loop import Loop, unmoved
+
+
+def engine_for(accelerator: Any, optimizer: Any, model: Any, before_step: Callable[[], Any] | None) -> Any:
+    """How exact mode trains under ``accelerator``; see ``exact_loop.Engine``.
+
+    Raises:
+        TypeError: when something is missing.
+    """
+    if accelerator.distributed_type.name == "DEEPSPEED":
+        wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
+        if wrapped is None:
+            raise TypeError("ExactMode: call accelerator.prepare(model, optimizer, ...) first.")
+        return PreparedDeepSpeed(accelerator, wrapped.engine)
+    if not hasattr(optimizer, "gradient_state"):
+        raise TypeError(
+            f"ExactMode: with accelerator= the optimizer is what accelerator.prepare made of it, got "
+            f"{type(optimizer).__name__}."
+        )
+    return Prepared(accelerator, optimizer, model, before_step)
+
+
+class Prepared(Loop):
+    """DDP and FSDP, and one process, behind Accelerate."""
+
+    def __init__(self, accelerator: Any, optimizer: Any, model: Any, before_step: Callable[[], Any] | None) -> None:
+        super().__init__(optimizer, model, before_step, None)
+        self.accelerator = accelerator
+
+    @contextlib.contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        self.accelerator.sync_gradients = is_last
+        without = not is_last and self.model is not None
+        with self.accelerator.no_sync(self.model) if without else contextlib.nullcontext():
+            yield
+
+    def keep(self) -> None:
+        if self.before_step is not None:
+            self.before_step()
+        skipped = self.optimizer._is_overflow
+        with unmoved(self.accelerator.scaler), self.mars.looking_ahead():
+            self.optimizer.step()
+        self.optimizer._is_overflow = skipped
+
+    def zero_grad(self) -> None:
+        self.mars.zero_grad()
+
+
+class PreparedDeepSpeed(DeepSpeed):
+    """``accelerator.backward`` calls the engine's ``backward`` and ``step``."""
+
+    def __init__(self, accelerator: Any, engine: Any) -> None:
+        super().__init__(engine)
+        self.accelerator = accelerator
+
+    @contextlib.contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        self.accelerator.sync_gradients = is_last
+        with super().micro_batch(is_last):
+            yield
