@@ -58,7 +58,10 @@ def runs() -> Iterator[object]:
                 variant = case.params.get("mars_type", "mars-adamw")
                 again = variant == "mars-lion" and row is not first[row.engine]
                 if variant in MATRIX_VARIANTS:
-                    again = variant in seen or variant not in wanted or "compile" in case.options
+                    aside = (
+                        case.before or {"compile", "checkpoint", "bf16"} & case.options.keys()
+                    )  # not of the exchange
+                    again = bool(variant in seen or variant not in wanted or aside)
                     seen.add(variant)
                 marks = [pytest.mark.slow] if size < max(row.ranks) or again else []
                 yield pytest.param(row, case, size, id=f"{case}-{size}ranks", marks=marks)
