@@ -58,7 +58,10 @@ def runs() -> Iterator[object]:
                 variant = case.params.get("mars_type", "mars-adamw")
                 again = variant == "mars-lion" and row is not first[row.engine]
                 if variant in MATRIX_VARIANTS:
-                    again = variant in seen or variant not in wanted or "compile" in case.options
+                    aside = (
+                        case.before or {"compile", "checkpoint", "bf16"} & case.options.keys()
+                    )  # not of the exchange
+                    again = bool(variant in seen or variant not in wanted or aside)
                     seen.add(variant)
                 marks = [pytest.mark.slow] if size < max(row.ranks) or again else []
                 yield pytest.param(row, case, size, id=f"{case}-{size}ranks", marks=marks)
@@ -281,10 +284,10 @@ def test_the_launched_rows_name_what_their_cases_run() -> None:
     for case, ranks in ((case, ranks) for cases, ranks in on for case in cases):
         variant = case.params.get("mars_type", "mars-adamw")
         run.setdefault((ACCELERATE, case.engine.partition("-")[0]), set()).update((variant, n) for n in ranks)
-    on = [(trained.DISTRIBUTED, (2, 3, 4)), (trained.VARIANTS, (2, 3, 4)), (trained.REPEATED, (2,))]
-    for case, ranks in ((case, ranks) for cases, ranks in on for case in cases):
-        variant = (case.optim or "mars_adamw").replace("_", "-")
-        run.setdefault((TRAINER, case.kind), set()).update((variant, n) for n in ranks)
+    by_trainer = [(trained.DISTRIBUTED, (2, 3, 4)), (trained.VARIANTS, (2, 3, 4)), (trained.REPEATED, (2,))]
+    for training, ranks in ((case, ranks) for cases, ranks in by_trainer for case in cases):
+        variant = (training.optim or "mars_adamw").replace("_", "-")
+        run.setdefault((TRAINER, training.kind), set()).update((variant, n) for n in ranks)
     rows: dict[tuple[str, str], set[tuple[str, int]]] = {}
     for row in (row for row in ROWS if row.kind and row.kind != "alone"):
         rows.setdefault((row.engine, row.kind), set()).update((v, n) for v in row.variants for n in row.ranks)

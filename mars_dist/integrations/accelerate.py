@@ -102,6 +102,7 @@ def _prepare_model(original: Callable[..., Any], accelerator: Any, model: Any, *
         kept = {id(p) for p in prepared.parameters()}
         replaced = _replaced.setdefault(accelerator, {})
         replaced |= {id(p): weakref.ref(p) for p in before if id(p) not in kept}
+    _wrapped.setdefault(accelerator, []).append(weakref.ref(prepared))
     _attach(accelerator)
     return prepared
 
@@ -125,6 +126,8 @@ WATCHED: dict[str, Callable[..., Any]] = {
 
 # By accelerator: the parameters that FSDP1 has replaced by flat ones. They never see a gradient again.
 _replaced: weakref.WeakKeyDictionary[Any, dict[int, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+# By accelerator: what prepare_model() returned. Its own list holds models without the DDP around them.
+_wrapped: weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
 # ------------------------------------------------------------------------------------------------------- questions
@@ -174,8 +177,9 @@ def _lists(accelerator: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _attach(accelerator: Any) -> None:
-    """Show every prepared model to every prepared MARS; needed for FSDP1, a no-op elsewhere."""
+    """Show every prepared model to every prepared MARS: needed for FSDP1; under DDP the matrices are shared out."""
     models, optimizers = _lists(accelerator)
+    models = [*models, *(model for ref in _wrapped.get(accelerator, []) if (model := ref()) is not None)]
     for mars in filter(None, map(mars_inside, optimizers)):
         _refuse_replaced(accelerator, mars)
         held = {id(p) for group in mars.param_groups for p in group["params"]}
