@@ -77,6 +77,8 @@ def test_it_trains_as_exact_mode_in_a_loop_by_hand(tmp_path: Path) -> None:
     assert all("gradient_evaluations" not in s for s in steps(approximate))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_ddp_and_deepspeed_go_on_bit_for_bit_with_the_numbers_of_one_process(pool: RankPool, tmp_path: Path) -> None:
     zero3 = tmp_path / "zero3.json"
     zero3.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))
