@@ -72,7 +72,14 @@ def replayed(result: dict[str, Any], case: Case) -> ReferenceMARS:
     return model
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def is_again(case: Case) -> bool:
+    """A repetition over more settings."""
+    lion = bool(case.params.get("mars_type")) and case.engine not in ("fsdp2", "zero2", "zero3")
+    accumulated = case.accumulation > 1 and case.engine not in ("ddp", "fsdp2", "zero2", "zero3", "accelerate-zero2")
+    return lion or accumulated or case.engine == "zero1" and case.offload
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=str(c), marks=[pytest.mark.slow] * is_again(c)) for c in CASES])
 def test_replay(pool: RankPool, case: Case) -> None:
     results = pool.run(exact_cases.run, case, timeout=120)
     result = results[0]
