@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from mars_dist import MARS
 from tests import golden_cases, zero_cases
 from tests.ranks import RankPool
-from tests.test_zero import REPLAY_TOLERANCE, furthest, replay
+from tests.test_zero import MATRIX_LABELS, REPLAY_TOLERANCE, furthest, replay
 from tests.zero_cases import ZeroCase
 
 VARIANTS = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
@@ -80,4 +80,5 @@ def test_replay_over_nccl(pool: RankPool, case: ZeroCase) -> None:
     result = pool.run(zero_cases.run, case, timeout=300.0)[0]
     assert result["stage"] == case.stage
     assert {d.split(":")[0] for d in result["devices"]} == {"cpu" if case.offload else "cuda"}
-    assert furthest(replay(result, case), result["end"]) < REPLAY_TOLERANCE
+    tolerance = 5e-6 if case.params["mars_type"] in MATRIX_LABELS else REPLAY_TOLERANCE
+    assert furthest(replay(result, case), result["end"]) < tolerance
