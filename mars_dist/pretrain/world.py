@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,6 +71,9 @@ def leave_processes() -> None:
             function.__defaults__ = tuple(None if any(v is g for g in groups) else v for v in values)
     gc.collect()
     groups.clear()  # the last holder: it is back when the threads have ended
+    # Caches of PyTorch and Accelerate keep the groups of some engines (FSDP2's mesh, ZeRO-3): time for their threads to
+    # let go of the last tensors.
+    time.sleep(0.2)
 
 
 def join(out: Path, engine_name: str) -> World:
