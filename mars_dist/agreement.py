@@ -79,7 +79,7 @@ def _hash(content: object) -> int:
 
 
 def _unsupported(tensor: New, settings: Settings) -> str:
-    """What this version cannot do with the tensor, the same on every rank; or ""."""
+    """Why the rule of the tensor cannot take its shape, the same on every rank; or ""."""
     layout = tensor.layout
     for segment, rule in zip(layout.segments, tensor.rules, strict=True):
         if rule.whole_matrix and (fault := MatrixForm.of(tensor.group).fault(segment.shape)):

@@ -237,8 +237,8 @@ class MARS(SavedOptimizer):
 
         Raises:
             RuntimeError: sparse or complex gradients; tensors whose shapes cannot be known; a table of pieces that
-                does not agree with the weights, or ranks that do not agree with each other (on every rank); what
-                this version does not support on sharded tensors; exact mode without a new previous gradient.
+                does not agree with the weights, or ranks that do not agree with each other (on every rank);
+                ``matrix_parts`` that do not divide a matrix; exact mode without a new previous gradient.
         """
         loss = None
         if closure is not None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests import accelerate_cases, engine_cases, nets, zero_cases
+from tests import accelerate_cases, engine_cases, engine_nets, nets, zero_cases
 from tests.ddp_cases import messages
 from tests.engine_builders import BUILDERS
 from tests.zero_cases import ZeroCase
@@ -27,6 +27,12 @@ SETTINGS: dict[str, Any] = {
 }
 BATCH = accelerate_cases.BATCH
 MicroBatch = tuple[int, int, Tensor, Tensor]  # step, number in the step, tokens, targets
+MESHES: dict[str, tuple[str, dict[str, Any]]] = {
+    "hsdp": ("fsdp2", {"mesh": "square"}),
+    "fsdp1-hybrid": ("fsdp1", {"strategy": "HYBRID_SHARD"}),
+    "tensor": ("tensor_parallel", {}),
+    "tensor-fsdp2": ("tensor_parallel", {"data": True}),
+}
 
 
 @dataclass(frozen=True)
@@ -34,14 +40,14 @@ class Case:
     """One training.
 
     Attributes:
-        engine: "plain", "ddp", "fsdp1-original", "fsdp1-flat", "fsdp2", "zero0" to "zero3", or "accelerate-" and a name
-            in ``accelerate_cases``.
+        engine: "plain", "ddp", "fsdp1-original", "fsdp1-flat", "fsdp2", a name in ``MESHES``, "zero0" to "zero3", or
+            "accelerate-" and a name in ``accelerate_cases``.
         params: goes to MARS beside ``SETTINGS``.
         clip: bound of the global norm, by the engine's own means.
         config: further keys of a DeepSpeed configuration.
         broken: steps whose loss is infinite in the look-ahead ("ahead"), or in the ordinary pass ("present").
         scaler: a GradScaler is used (not with DeepSpeed, which has its own).
-        net: "net", or "dropout" (also records its masks).
+        net: "net", "dropout" (also records its masks), or "layers" (of ``engine_nets``).
         steps, first: of the data. ``resume``: the step after which everything is made anew from what was saved.
     """
 
@@ -85,15 +91,16 @@ class Dropped(nets.Net):
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(1234)
-    return {"net": nets.Net, "dropout": Dropped}[name]()
+    return {"net": nets.Net, "dropout": Dropped, "layers": engine_nets.Layers}[name]()
 
 
 def ranks() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def micro_batches(steps: range, accumulation: int) -> Iterator[MicroBatch]:
-    rank, world = ranks()
+def micro_batches(steps: range, accumulation: int, share: tuple[int, int] | None = None) -> Iterator[MicroBatch]:
+    """``share``: this rank's part of the data and the number of parts; by default each rank has its own."""
+    rank, world = share or ranks()
     for step in steps:
         tokens, targets = nets.batch(step, BATCH)
         for j, rows in enumerate(torch.arange(BATCH).view(accumulation, world, -1)[:, rank]):
@@ -113,6 +120,7 @@ class Trained:
     end: Callable[[], dict[str, Tensor]]
     facts: dict[str, Any]
     engine: Any = None  # DeepSpeed's
+    share: tuple[int, int] | None = None
 
 
 def mars_for(net: nn.Module, case: Case) -> Any:
@@ -127,6 +135,9 @@ def plain(case: Case, net: nn.Module) -> Trained:
     rank, world = ranks()
     if kind == "plain":
         built = engine_cases.Built(net, net, 0, 1, {"type": type(net).__name__})
+    elif case.engine in MESHES:
+        builder, options = MESHES[case.engine]
+        built = BUILDERS[builder](net, **options)
     else:
         built = BUILDERS[kind](net, **({"original": form == "original"} if kind == "fsdp1" else {}))
     mars = mars_for(built.wrapped, case)
@@ -164,7 +175,8 @@ def plain(case: Case, net: nn.Module) -> Trained:
         (scaler.scale(loss) if scaler is not None else loss).backward()
 
     facts = {**built.facts, "scale": scaler.get_scale if scaler is not None else None}
-    return Trained(mars, built.model, mars, backward, step, keywords, end, facts)
+    share = (built.share, built.shares)
+    return Trained(mars, built.model, mars, backward, step, keywords, end, facts, share=share)
 
 
 def zero_case(case: Case) -> ZeroCase:
@@ -199,6 +211,11 @@ def deepspeed(case: Case, net: nn.Module) -> Trained:
     facts = {"type": type(wrapper).__name__, "stage": engine.zero_optimization_stage()}
     keywords = {"accumulation": case.accumulation}
     end = lambda: zero_cases.parameters(net, engine, zero)  # noqa: E731
+    if case.dtype == "fp16":
+        end = lambda: {  # noqa: E731
+            name: ds.utils.safe_get_full_fp32_param(p).double().view(getattr(p, "ds_shape", p.shape))
+            for name, p in net.named_parameters()
+        }
     return Trained(engine, engine, mars, backward, lambda: None, keywords, end, facts, engine)
 
 
@@ -278,7 +295,10 @@ class Watcher:
                 whole: dict[str, Tensor] = {}
                 for name, where, piece in (entry for one in everyone for entry in one.get((looking, step), [])):
                     tensor = whole.setdefault(name, torch.zeros_like(start[name]))
-                    if piece.numel():
+                    if piece.numel() and isinstance(where[0], tuple):
+                        block = tensor[tuple(slice(*interval) for interval in where)]
+                        block.copy_(piece.view(block.shape))
+                    elif piece.numel():
                         tensor.view(-1)[where[0] : where[1]] = piece
                 out[looking].append(whole)
         return out
@@ -289,7 +309,7 @@ def run(case: Case) -> dict[str, Any]:
     from mars_dist.exact import ExactMode
 
     net = build(case.net)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[case.dtype]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
     start = {name: p.detach().to(dtype).double() for name, p in net.named_parameters()}
     with messages() as texts:
         ready = setup(case, net)
@@ -308,7 +328,7 @@ def run(case: Case) -> dict[str, Any]:
             which = "present" if ordinary and ordinary[-1] == step else "ahead"
             ready.backward(loss * float("inf") if (which, step) in case.broken else loss)
 
-        data = micro_batches(range(case.steps), case.accumulation)
+        data = micro_batches(range(case.steps), case.accumulation, ready.share)
         exact = ExactMode(ready.optimizer, data, gradient, **ready.keywords)
         rates, streams, scales = [], [], []
         for batch in exact:
@@ -358,3 +378,31 @@ def run(case: Case) -> dict[str, Any]:
         engine.destroy()
     ready.facts.get("finish", lambda: None)()
     return result
+
+
+def run_in_16_bits(case: Case) -> dict[str, Any]:
+    """``run`` where DeepSpeed takes fp16 on a CPU."""
+    from tests.compatibility.precision_training import every_precision
+
+    with every_precision():
+        return run(case)
+
+
+def pipeline(case: ZeroCase) -> str:
+    """What ``ExactMode`` says of a pipeline, whose ``train_batch`` makes the update."""
+    from deepspeed.pipe import PipelineModule
+
+    from mars_dist.exact import ExactMode
+    from tests.compatibility.parallel_training import Engine, groups_of_its_own, layers, token_loss
+
+    with groups_of_its_own():
+        net = PipelineModule(layers(False), num_stages=2, loss_fn=token_loss, partition_method="uniform")
+        sizes = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 2}
+        engine = Engine(case, net, lambda name, p: name, sizes).engine
+        try:
+            ExactMode(engine, [], lambda _: None)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            engine.destroy()
+    return ""

@@ -1,4 +1,4 @@
-"""Exact mode in every engine: REPLAY of both gradients, what the engine counts, dropout, overflows."""
+"""Exact mode in every engine: REPLAY of both gradients, END TO END, what the engine counts, dropout, overflows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.exact_cases import SETTINGS, Case
 from tests.ranks import RankPool
 from tests.reference import ReferenceMARS
 from tests.test_engines import LABELS, furthest
+from tests.zero_cases import ZeroCase
 
 pytestmark = pytest.mark.timeout(300)
 LION = {"mars_type": "mars-lion"}
@@ -24,6 +25,8 @@ ACTIVE = {
     "fsdp1-original": ("FullyShardedDataParallel", "FSDP1"),
     "fsdp1-flat": ("FullyShardedDataParallel", "FSDP1"),
     "fsdp2": ("FSDPNet", "DTensor (Shard(dim=0),)"),
+    "hsdp": ("FSDPNet", "DTensor (Replicate(), Shard(dim=0))"),
+    "fsdp1-hybrid": ("FullyShardedDataParallel", "FSDP1"),
     "zero0": ("MARS", "whole tensors"),
     "zero1": (ZERO, "ZeRO-1/2"),
     "zero2": (ZERO, "ZeRO-1/2"),
@@ -34,25 +37,43 @@ ACTIVE = {
     "accelerate-zero2": ("DEEPSPEED", "ZeRO-1/2"),
     "accelerate-zero3": ("DEEPSPEED", "ZeRO-3"),
 }
+FOUR = ("hsdp", "fsdp1-hybrid")  # on a mesh of 2 x 2
+TWO = tuple(engine for engine in ACTIVE if engine not in FOUR)
+TENSOR = {
+    "tensor": {"DTensor (Shard(dim=0),)", "DTensor (Shard(dim=1),)", "DTensor (Replicate(),)", "whole tensors"},
+    "tensor-fsdp2": {
+        "DTensor (Shard(dim=0),)",
+        "DTensor (Shard(dim=0), Replicate())",
+        "DTensor (Shard(dim=0), Shard(dim=1))",
+        "DTensor (_StridedShard(dim=0, sf=2), Shard(dim=0))",
+    },
+}
 WRAPPED_IN_BF16 = {"zero0": ("FP16_UnfusedOptimizer", "copies")}
 CASES = [
-    *(Case(engine, params) for engine in ACTIVE for params in ({}, LION)),
+    *(Case(engine, params) for engine in ACTIVE for params in ({}, LION, *MATRIX.values())),
     *(Case(engine, params, dtype="bf16") for engine in ("zero0", "zero2", "zero3") for params in ({}, LION)),
     *(Case("zero1", params, dtype="bf16", config=FLOAT32_SUMS) for params in ({}, LION)),
     *(Case(engine, params, offload=True) for engine in ("zero1", "zero2", "zero3") for params in ({}, LION)),
     Case("zero3", dtype="bf16", offload=True),
-    *(Case(engine, MATRIX["mars-m"]) for engine in ("ddp", "fsdp1-original", "fsdp2", "zero2", "zero3")),
-    *(Case(engine, MATRIX["mars-shampoo"]) for engine in ("fsdp1-flat", "zero0", "zero1")),
-    *(Case(engine, accumulation=2, clip=0.1) for engine in ACTIVE),
+    Case("zero1", MATRIX["mars-shampoo"], dtype="bf16", config=FLOAT32_SUMS),
+    Case("zero1", MATRIX["mars-m"], dtype="bf16", config=FLOAT32_SUMS),
+    *(Case(engine, params, offload=True) for engine in ("zero2", "zero3") for params in MATRIX.values()),
+    *(Case(engine, accumulation=2, clip=0.1) for engine in TWO),
     *(Case(engine, {"first_step": "paper", "skip_nonfinite": True}) for engine in ("ddp", "fsdp2", "zero2", "zero3")),
 ]
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+def pools() -> Iterator[dict[int, RankPool]]:
+    pools = {size: RankPool(size) for size in (2, 4)}  # a pool starts its processes when it is first used
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def pool(pools: dict[int, RankPool]) -> RankPool:
+    return pools[2]
 
 
 def replayed(result: dict[str, Any], case: Case) -> ReferenceMARS:
@@ -80,8 +101,8 @@ def is_again(case: Case) -> bool:
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=str(c), marks=[pytest.mark.slow] * is_again(c)) for c in CASES])
-def test_replay(pool: RankPool, case: Case) -> None:
-    results = pool.run(exact_cases.run, case, timeout=120)
+def test_replay(pools: dict[int, RankPool], case: Case) -> None:
+    results = pools[4 if case.engine in FOUR else 2].run(exact_cases.run, case, timeout=120)
     result = results[0]
     kind, engine = ACTIVE[case.engine]
     if case.dtype == "bf16":
@@ -108,3 +129,130 @@ def test_replay(pool: RankPool, case: Case) -> None:
         assert set(result["ahead"][t]) == (set(result["start"]) if t else set())
     assert any(furthest(result["gradients"][t], result["ahead"][t]) > 1e-4 for t in range(1, case.steps))
     assert furthest(replayed(result, case).params, result["end"]) < (5e-6 if variant in MATRIX else 2e-6)
+
+
+@pytest.mark.parametrize("variant", ["mars-adamw", "mars-m"])
+@pytest.mark.parametrize("engine", TENSOR)
+def test_replay_under_tensor_parallelism(pools: dict[int, RankPool], engine: str, variant: str) -> None:
+    case = Case(engine, MATRIX.get(variant, {}), net="layers")
+    results = pools[4].run(exact_cases.run, case, timeout=120)
+    for each in results:
+        assert each["engines"] == TENSOR[engine] and each["rule_counts"] == {LABELS[variant]: 5, "AdamW": 4}
+        assert each["counts"] == [case.steps] and not [m for m in each["messages"] if "exact mode" in m]
+        assert furthest(each["end"], results[0]["end"]) == 0.0
+    result = results[0]
+    assert any(furthest(result["gradients"][t], result["ahead"][t]) > 1e-4 for t in range(1, case.steps))
+    assert furthest(replayed(result, case).params, result["end"]) < (5e-6 if variant in MATRIX else 2e-6)
+
+
+def by_hand(case: Case, rates: list[list[float]]) -> dict[str, torch.Tensor]:
+    """Exact mode on one process: h is the gradient of a step's batch at the point before, clipped as every gradient."""
+    net = nets.build()
+    start = {name: p.detach().double() for name, p in net.named_parameters()}
+    model = ReferenceMARS(start, **{**SETTINGS, **case.params})
+
+    def gradients(step: int) -> dict[str, torch.Tensor]:
+        net.zero_grad()
+        net(*nets.batch(step, exact_cases.BATCH)).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), case.clip)
+        return {name: p.grad.double() for name, p in net.named_parameters() if p.grad is not None}
+
+    previous = None
+    for step in range(case.steps):
+        present, ahead = gradients(step), gradients(step + 1)
+        model.step(present, lr=rates[step][0], previous=previous)
+        previous = ahead
+        with torch.no_grad():
+            for name, p in net.named_parameters():
+                p.copy_(model.params[name])
+    return model.params
+
+
+@pytest.mark.parametrize("case", [Case(engine, accumulation=2, clip=0.1) for engine in TWO], ids=str)
+def test_both_passes_are_clipped_and_accumulated_as_on_one_process(pool: RankPool, case: Case) -> None:
+    """REPLAY takes h as it came: only this sees a look-ahead that was not clipped or accumulated as a step is."""
+    result = pool.run(exact_cases.run, case, timeout=120)[0]
+    assert furthest(by_hand(case, result["rates"]), result["end"]) < 2e-5
+    if case.engine.startswith("zero"):  # WarmupLR over 4 steps, a step late
+        rates = [lrs[0] for lrs in result["rates"]]
+        assert rates == sorted(rates) and len(set(rates)) == 4 and rates[4:] == [1e-2] * 6
+
+
+def unclipped(case: Case) -> dict[str, Any]:
+    """Planted: a look-ahead is not clipped."""
+    from unittest import mock
+
+    from mars_dist.integrations.exact_loop import Loop
+
+    keep = Loop.keep
+
+    def wrong(self: Any) -> None:
+        self.before_step, kept = None, self.before_step
+        keep(self)
+        self.before_step = kept
+
+    with mock.patch.object(Loop, "keep", wrong):
+        return exact_cases.run(case)
+
+
+def test_a_look_ahead_that_is_not_clipped_would_be_found(pool: RankPool) -> None:
+    case = Case("fsdp2", accumulation=2, clip=0.1)
+    result = pool.run(unclipped, case, timeout=120)[0]
+    assert furthest(by_hand(case, result["rates"]), result["end"]) > 1e-2
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_the_masks_are_the_same_in_both_passes(pool: RankPool, engine: str) -> None:
+    case = Case(engine, accumulation=2, net="dropout")
+    for result in pool.run(exact_cases.run, case, timeout=120):
+        for (step, _), found in result["masks"].items():
+            assert len(found) == (2 if step else 1) and (found[0] == found[-1]).all()
+        first = {found[0].tobytes() for found in result["masks"].values()}
+        assert len(first) == len(result["masks"]) == 2 * case.steps and not result["stream_moved"]
+        assert furthest(replayed(result, case).params, result["end"]) < 2e-6
+
+
+STATIC = {"fp16": {"enabled": True, "loss_scale": 1024}}
+DYNAMIC = {"fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 100, "hysteresis": 1}}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("broken", "config"),
+    [
+        ((), STATIC),
+        ((("ahead", 4),), STATIC),
+        ((("ahead", 4),), DYNAMIC),
+        ((("present", 4),), STATIC),
+        ((("present", 4), ("ahead", 5)), STATIC),
+    ],
+    ids=str,
+)
+def test_overflows_in_float16(pool: RankPool, stage: int, broken: Any, config: dict[str, Any]) -> None:
+    """DeepSpeed skips either pass: h is missing for that step, said once; an ordinary one does not move the point."""
+    case = Case(f"zero{stage}", dtype="fp16", broken=broken, config=config)
+    result = pool.run(exact_cases.run_in_16_bits, case, timeout=120)[0]
+    skipped, lacking = ([step for which, step in broken if which == kind] for kind in ("present", "ahead"))
+    assert [t for t, found in enumerate(result["gradients"]) if not found] == skipped
+    assert [t for t, found in enumerate(result["ahead"]) if not found] == [0, *lacking]
+    assert result["counts"] == [case.steps - len(skipped)]
+    assert result["counters"] == (case.steps, case.steps, case.steps * exact_cases.BATCH, len(skipped))
+    assert len([m for m in result["messages"] if "exact mode" in m]) == len(lacking)
+    assert furthest(replayed(result, case).params, result["end"]) < 2e-6
+
+
+def test_a_pipeline_is_refused(pool: RankPool) -> None:
+    case = ZeroCase(0, params={"weight_decay": 0.05, "is_approx": False})
+    for said in pool.run(exact_cases.pipeline, case, timeout=120):
+        assert "exact mode does not work with PipelineModule" in said
+
+
+def test_the_table_names_the_variants_that_run_here() -> None:
+    from tests.engines import ROWS
+
+    run: dict[str, set[str]] = {}
+    for case in CASES:
+        run.setdefault(case.engine, set()).add(case.params.get("mars_type", "mars-adamw"))
+    assert all(variants == set(LABELS) for variants in run.values()), run
+    rows = [row for row in ROWS if row.shown_by.startswith("tests/test_exact_engines.py")]
+    assert len(rows) >= 5 and all(set(row.variants) <= set(LABELS) for row in rows)

@@ -1,4 +1,4 @@
-"""``ExactTrainer``: exact mode in the Trainer by numbers; masks, callbacks, resuming, refusal elsewhere."""
+"""``ExactTrainer``: exact mode in the Trainer by numbers, in its engines; masks, callbacks, resuming, refusals."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from mars_dist.integrations.exact_loop import mars_of
 from mars_dist.integrations.exact_trainer import ExactTrainer
-from tests import nets
+from tests import nets, trainer_cases
 from tests.exact_cases import Watcher
+from tests.ranks import RankPool
 from tests.reference import ReferenceMARS
 from tests.test_engines import furthest
 
@@ -167,3 +168,57 @@ def test_without_exact_mode_it_says_so(tmp_path: Path) -> None:
     made = ExactTrainer(model=Model(), args=arguments(tmp_path, optim_args="gamma=0.3"), train_dataset=data())
     with pytest.raises(ValueError, match="is_approx=False"):
         made.train()
+
+
+class Plain(nets.Net):
+    """Gives the Trainer a dictionary."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"loss": super().forward(tokens, labels)}
+
+
+def trained(zero: int | None, folder: str) -> dict[str, Any]:
+    """Two epochs of 6 updates, on each rank its part of the same batches."""
+    trainer_cases.prepare()
+    case = trainer_cases.TrainerCase(zero=zero, accumulation=2)
+    more = {"deepspeed": trainer_cases.configuration(case)} if zero is not None else {}
+    more |= {"per_device_train_batch_size": 4 // trainer_cases.world_size()}
+    tokens, labels = nets.batch(0, 48)
+    rows = [{"tokens": t, "labels": u} for t, u in zip(tokens, labels, strict=True)]
+    with trainer_cases.clean_environment():
+        torch.manual_seed(3)
+        net = Plain()
+        made = ExactTrainer(model=net, args=arguments(Path(folder), **more), train_dataset=rows)
+        made.train()
+        mars = trainer_cases.inside(made.optimizer)
+        out = {
+            "end": trainer_cases.values(net, case),
+            "evaluations": made.gradient_evaluations,
+            "updates": {made.state.global_step, *(int(s["step"]) for s in mars.state.values() if "step" in s)},
+            "rule_counts": mars.rule_counts(),
+            "ran": (type(made.model_wrapped).__name__, mars.engines()),
+        }
+        if zero is not None:
+            out["updates"] |= {made.model_wrapped.global_steps}
+            made.model_wrapped.destroy()
+    return out
+
+
+@pytest.mark.timeout(300)
+def test_ddp_and_deepspeed_give_the_numbers_of_one_process(tmp_path: Path) -> None:
+    ran = {
+        None: ("DistributedDataParallel", {"whole tensors"}),
+        2: ("DeepSpeedEngine", {"ZeRO-1/2"}),
+        3: ("DeepSpeedEngine", {"ZeRO-3"}),
+    }
+    alone = trained(None, str(tmp_path))
+    pool = RankPool(2)
+    try:
+        for zero, expected in ran.items():
+            for result in pool.run(trained, zero, str(tmp_path), timeout=200):
+                assert result["ran"] == expected and result["updates"] == {12}
+                assert result["evaluations"] == alone["evaluations"] == 2 * (12 + 10)
+                assert result["rule_counts"] == {"MARS-AdamW": nets.MATRICES, "AdamW": nets.VECTORS}
+                assert furthest(result["end"], alone["end"]) < 2e-5
+    finally:
+        pool.close()

@@ -13,6 +13,7 @@ import torch
 from processes import ROOT, free_port, run_python
 from torch import nn
 
+import mars_dist
 from mars_dist import MARS
 
 README = (ROOT / "README.md").read_text()
@@ -90,6 +91,26 @@ def test_the_loop_of_your_own_runs() -> None:
     assert names["optimizer"].rule_counts() == RULES
     assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_loop_of_exact_mode_runs_and_gains_at_most_six_lines() -> None:
+    (snippet,) = [text for text in blocks("python") if "ExactMode" in text]
+    plain = ["for micro_batch in loader:", "gradient(micro_batch)", "optimizer.step()", "optimizer.zero_grad()"]
+    lines = [line.split("  #")[0].strip() for line in snippet.splitlines()]
+    gained = [line for line in lines if line not in plain]
+    assert set(plain) - set(lines) == {plain[0]} and len(gained) <= 6 - 2  # `def gradient`, and the import
+    model = Net()
+    optimizer = MARS(model.parameters(), is_approx=False, lr_1d=3e-3)
+    seen: list[float] = []
+
+    def gradient(micro_batch: torch.Tensor) -> None:
+        seen.append(micro_batch[0, 0].item())
+        model(micro_batch).square().sum().backward()
+
+    loader = [torch.full((1, 3), 1.0 + i) for i in range(3)]
+    names: dict[str, Any] = {"mars_dist": mars_dist, "optimizer": optimizer, "loader": loader, "gradient": gradient}
+    exec(compile(snippet, "README.md", "exec"), names)
+    assert seen == [2.0, 1.0, 3.0, 2.0, 3.0] and optimizer.rule_counts() == RULES
 
 
 def test_links_and_files_exist() -> None:

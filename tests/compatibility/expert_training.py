@@ -74,7 +74,8 @@ def experts(case: ZeroCase, active: str) -> dict[str, Any]:
             proof = proof and sizes == {world // EXPERT_RANKS, world}
             calls_per_update = len(run.recorder.collectives) // case.steps
             last = [call for calls in run.recorder.collectives[-calls_per_update:] for call in calls]
-            assert last == [("all_reduce", 4)] * 2, f"not exactly one for each of the two groups: {last}"
+            sums = [call for call in last if call[0] == "all_reduce"]  # matrix variants: pieces of matrices besides
+            assert sums == [("all_reduce", 4)] * 2, f"not exactly one for each of the two groups: {last}"
         return {**run.result(public), "active": proof}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.compatibility import model
+from tests.compatibility import communication_training, expert_training, model, parallel_training
 from tests.compatibility.layout import ZERO
 from tests.compatibility.offload import ON_DISK, ON_DISK_FOR_GOOD, disk, memory
 from tests.compatibility.offload_training import train as train_offloaded
@@ -25,6 +25,7 @@ MATRICES: list[Row] = [
         "ZeRO stages",
         (f"{ZERO}.stage",),
         tuple(ZeroCase(s, d, params=p) for s in (3, 2, 1, 0) for d in ("fp32", "bf16") for p in BOTH),
+        ranks=(2, 3, 4),
     ),
     Row(
         SECTION,
@@ -127,5 +128,52 @@ MATRICES: list[Row] = [
         "frozen",
         model.train,
         counts={"MARS-AdamW": 6, "AdamW": 2},
+    ),
+    Row(
+        SECTION,
+        "(in, out) weights, the exact factor, one state",
+        (),
+        (
+            *(ZeroCase(s, params={**SHAMPOO, "fan_in_fan_out": True}) for s in (1, 3)),
+            *(ZeroCase(s, params={**MARS_M, "orthogonalizer": "svd"}) for s in (1, 3)),
+            *(ZeroCase(s, params={**MARS_M, "clip": None}) for s in (1, 3)),
+        ),
+        note="`fan_in_fan_out`, `orthogonalizer`, `clip: null`",
+    ),
+    Row(
+        SECTION,
+        "Mixture of experts (`deepspeed.moe.layer.MoE`)",
+        (),
+        tuple(ZeroCase(s, params={**MARS_M, "clip": 0.01}) for s in (0, 1, 2)),
+        function=expert_training.experts,
+        counts=expert_training.MIXTURE_COUNTS,
+        ranks=(2, 4),
+    ),
+    Row(
+        SECTION,
+        "Pipeline (`PipelineModule`, `engine.train_batch`)",
+        (),
+        tuple(ZeroCase(s, params=p) for s in (0, 1) for p in BOTH),
+        function=parallel_training.pipeline,
+        counts=parallel_training.PIPELINE_COUNTS,
+        ranks=(2, 4),
+    ),
+    Row(
+        SECTION,
+        "Ulysses sequence parallelism with `mpu`",
+        (),
+        tuple(ZeroCase(s, params=MARS_M) for s in (0, 1, 2, 3)),
+        "mpu",
+        parallel_training.sequence,
+        ranks=(2, 4),
+    ),
+    Row(
+        SECTION,
+        "`zero_hpz_partition_size` (ZeRO++)",
+        (f"{ZERO}.zero_hpz_partition_size",),
+        (ZeroCase(3, params=MARS_M, zero={"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}),),
+        "second partition",
+        communication_training.communicate,
+        ranks=(2, 4),
     ),
 ]

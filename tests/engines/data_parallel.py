@@ -64,7 +64,6 @@ DATA_PARALLEL: list[Row] = [
         DDP,
         "exact mode",
         shown_by="tests/test_exact_engines.py::test_replay",
-        variants=("mars-adamw", "mars-lion", "mars-m"),
         ranks=(2,),
         note="by `mars_dist.exact.ExactMode`",
     ),
@@ -119,9 +118,9 @@ DATA_PARALLEL: list[Row] = [
     ),
     Row(
         FSDP1,
-        "exact mode",
+        "exact mode, also `HYBRID_SHARD`",
         shown_by="tests/test_exact_engines.py::test_replay",
-        ranks=(2,),
+        ranks=(2, 4),
         note="by `mars_dist.exact.ExactMode`",
     ),
     fsdp1(

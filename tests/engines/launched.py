@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.engines.row import EVERY, Row
+from tests.engines.row import Row
 
 ACCELERATE = "Accelerate: `accelerator.prepare(model, optimizer)`"
 TRAINER = "Hugging Face Trainer: `optim=`"
@@ -49,7 +49,6 @@ LAUNCHED: list[Row] = [
         "exact mode: DDP, FSDP1, FSDP2, DeepSpeed ZeRO-2/3",
         POOL,
         shown_by="tests/test_exact_engines.py::test_replay",
-        variants=EVERY[:2],
         ranks=(2,),
         note="by `mars_dist.exact.ExactMode`",
     ),
@@ -69,6 +68,15 @@ LAUNCHED: list[Row] = [
     ),
     trained("ddp", "DDP", LAUNCHERS, note="matrix variants share out the matrices"),
     trained("fsdp2", "FSDP2", POOL),
+    Row(
+        TRAINER,
+        "exact mode: DDP, DeepSpeed ZeRO-2/3",
+        POOL,
+        shown_by="tests/test_exact_trainer.py::test_ddp_and_deepspeed_give_the_numbers_of_one_process",
+        variants=("mars-adamw",),
+        ranks=(2,),
+        note="by `mars_dist.integrations.exact_trainer.ExactTrainer`; compared with one process",
+    ),
     trained(
         "",
         "FSDP1, original parameters",

@@ -186,8 +186,25 @@ MESHES: list[Row] = [
         FSDP2,
         "exact mode",
         shown_by="tests/test_exact_engines.py::test_replay",
-        variants=("mars-adamw", "mars-lion", "mars-m"),
         ranks=(2,),
         note="by `mars_dist.exact.ExactMode`",
+    ),
+    Row(
+        HSDP,
+        "exact mode",
+        shown_by="tests/test_exact_engines.py::test_replay",
+        ranks=(4,),
+        note="by `mars_dist.exact.ExactMode`",
+    ),
+    *(
+        Row(
+            engine,
+            "exact mode",
+            shown_by="tests/test_exact_engines.py::test_replay_under_tensor_parallelism",
+            variants=("mars-adamw", "mars-m"),
+            ranks=(4,),
+            note="by `mars_dist.exact.ExactMode`",
+        )
+        for engine in (TENSOR, BOTH)
     ),
 ]

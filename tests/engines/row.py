@@ -11,7 +11,6 @@ ANSWERS = {
     "refused": "refused",
     "untested": "not run here",
 }
-ELEMENTWISE = ("mars-adamw", "mars-lion")
 EVERY = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 
 

@@ -82,6 +82,8 @@ class DeepSpeed:
 
 
 def _refusal(engine: Any) -> str:
+    if hasattr(engine, "train_batch"):
+        return "PipelineModule: engine.train_batch() makes the update by itself, also while looking ahead."
     if not engine.managed_gradient_accumulation():
         return "managed_gradient_accumulation = false, where only engine.step() exchanges gradients: leave it out."
     if getattr(engine, "torch_autocast_z0_gradscaler", None) is not None:
