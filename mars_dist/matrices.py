@@ -38,6 +38,7 @@ class Plans:
     shared: dict[Any, tuple[list[Exchange], list[Layout]]] = field(default_factory=dict)
     local: dict[Any, tuple[list[Exchange], list[Layout]]] = field(default_factory=dict)
 
+    @torch.compiler.disable
     def rounds(self, job: Job, settings: Settings) -> list[Exchange]:
         """Those of ``job``. Where they are new and ranks share them, one small all-reduce and host read."""
         known = self.local if job.group is None else self.shared
@@ -139,8 +140,9 @@ def _sent_as(job: Job, settings: Settings) -> torch.dtype:
 
 
 def _iterated_in(job: Job, settings: Settings) -> torch.dtype:
-    name = settings.ns_dtype or ("float32" if _device(job).type == "cpu" else "bfloat16")
-    dtype: torch.dtype = getattr(torch, name)
+    if settings.ns_dtype is None and _device(job).type == "cpu":
+        return max((piece.shard.state["exp_avg"].dtype for piece in job.pieces), key=lambda dtype: dtype.itemsize)
+    dtype: torch.dtype = getattr(torch, settings.ns_dtype or "bfloat16")
     return dtype
 
 
@@ -159,6 +161,7 @@ class _Round:
         ns_dtype = getattr(torch, settings.ns_dtype) if settings.ns_dtype else None
         self.orthogonalize = Orthogonalizer(settings.orthogonalizer, settings.ns_steps, ns_dtype)
         self.moves: dict[int, tuple[Bucket, list[tuple[Piece, Tensor, Tensor]]]] = {}
+        self.copies: dict[int, Tensor] = {}  # of momentum and gradients of other strides
         self.strided: dict[int, tuple[Tensor, Tensor]] = {}  # parameters of other strides, and contiguous copies
 
     def run(self) -> None:
@@ -206,14 +209,24 @@ class _Round:
             first = segment.offset + matrix.item * matrix.numel + part.begin - segment.start
         return tensor.view(-1)[first : first + part.numel]
 
+    def _flat(self, tensor: Tensor) -> Tensor:
+        """``tensor``, or one contiguous copy of it for the whole round."""
+        if tensor.is_contiguous():
+            return tensor
+        if id(tensor) not in self.copies:
+            self.copies[id(tensor)] = tensor.contiguous()
+        return self.copies[id(tensor)]
+
     def _momentum(self, number: int, part: Part) -> Tensor:
         source = self.plan.matrices[number].source
         shard, hyper = self.job.pieces[source].shard, self.job.buckets[source].hyper
-        kept = self._local(shard.state["exp_avg"].contiguous(), number, part)
+        kept = self._local(self._flat(shard.state["exp_avg"]), number, part)
         if not hyper.one_state:
             return kept
-        gradient = self._local(shard.grad.contiguous(), number, part)
-        return kept.add(gradient, alpha=-hyper.gamma if hyper.maximize else hyper.gamma)
+        gradient = self._local(self._flat(shard.grad), number, part)
+        momentum = kept.add(gradient, alpha=-hyper.gamma if hyper.maximize else hyper.gamma)
+        # The gradient of a step that is left out may be NaN, which no orthogonalisation should see.
+        return torch.where(self.taken[id(shard)], momentum, kept) if id(shard) in self.taken else momentum
 
     def _take(self, number: int, part: Part, direction: Tensor) -> None:
         source = self.plan.matrices[number].source

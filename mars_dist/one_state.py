@@ -20,7 +20,7 @@ from typing import Any
 from mars_dist.config import Settings
 from mars_dist.maths.rules import RULES
 
-# Group key: the gamma that the states were made with.
+# Group key: the gamma that the group's states of this form were made with; None where they are of the form with two.
 GAMMA = "one_state_gamma"
 
 
@@ -30,34 +30,39 @@ def choose_form(group: dict[str, Any], settings: Settings) -> None:
     Raises:
         ValueError: for ``one_state=True`` where it is not.
     """
+    possible = RULES[settings.mars_type].can_keep_one_state
     if group["one_state"] is None:
-        group["one_state"] = RULES[settings.mars_type].can_keep_one_state and not _obstacle(group, settings)
-    elif group["one_state"] and not RULES[settings.mars_type].can_keep_one_state:
+        group["one_state"] = possible and not _obstacle(group, settings)
+    elif group["one_state"] and not possible:
         raise ValueError(
             f"one_state=True with mars_type={settings.mars_type!r}: its second moment is one of c, which needs the "
             "previous gradient. Leave one_state out."
         )
-    if group["one_state"]:
-        group.setdefault(GAMMA, group["gamma"])
+    group[GAMMA] = group["gamma"] if group["one_state"] else None
     check_form(group, settings, began=False)
 
 
 def check_form(group: dict[str, Any], settings: Settings, began: bool) -> None:
-    """Raise ``ValueError`` where the group's values no longer allow the form of its states.
+    """Raise ``ValueError`` where the group's values do not fit the form of its states.
 
     Args:
         began: the group has states already.
     """
+    made_with = group.get(GAMMA)
     if group["one_state"] is None:
-        choose_form(group, settings)
+        group["one_state"] = made_with is not None
+    if not began:
+        made_with = group[GAMMA] = group["gamma"] if group["one_state"] else None
+    if group["one_state"] != (made_with is not None):
+        raise ValueError(
+            f"one_state={group['one_state']}, and the states of the group were made with one_state="
+            f"{made_with is not None}: its exp_avg is another one. Set it back, or begin with a new optimizer."
+        )
     if not group["one_state"]:
         return
     obstacle = _obstacle(group, settings)
-    if not obstacle and group["gamma"] != group[GAMMA]:
-        if began:
-            obstacle = f"gamma={group['gamma']:g}, and the states were made with {group[GAMMA]:g}"
-        else:
-            group[GAMMA] = group["gamma"]
+    if not obstacle and group["gamma"] != made_with:
+        obstacle = f"gamma={group['gamma']:g}, and the states were made with {made_with:g}"
     if obstacle:
         raise ValueError(
             f"one_state=True (no previous gradient is kept) with {obstacle}: that is not the same as MARS. Construct "

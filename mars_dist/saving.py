@@ -14,10 +14,11 @@ from torch.optim.optimizer import Optimizer
 
 from mars_dist import states
 from mars_dist.config import GROUP_DEFAULTS, Default, Settings
+from mars_dist.one_state import GAMMA
 from mars_dist.previous import Previous
 from mars_dist.sharding.dtensor import copy_as
 from mars_dist.step import rule_of
-from mars_dist.tables import GROUP_ID, Tables
+from mars_dist.tables import GROUP_ID, Tables, shapes_and_rules
 
 logger = logging.getLogger("mars_dist")
 
@@ -146,8 +147,7 @@ class SavedOptimizer(Optimizer):
         for group, was, loaded in zip(self.param_groups, before, state_dict["param_groups"], strict=True):
             # What the file does not say stays as this group had it (the file of another optimizer, say).
             group |= {key: was[key] for key in self.defaults if key in was and key not in loaded}
-            if "one_state" not in loaded and any("prev_grad" in self.state.get(p, ()) for p in group["params"]):
-                group["one_state"] = False
+            self._take_form(group, was, loaded)
             if "weight_decay_1d" not in loaded and isinstance(self.defaults["weight_decay_1d"], Default):
                 group["weight_decay_1d"] = loaded.get("weight_decay", was["weight_decay_1d"])
             group[GROUP_ID] = was[GROUP_ID]
@@ -155,6 +155,24 @@ class SavedOptimizer(Optimizer):
                 group[name] = tuple(group[name])  # some formats of files know lists only
         self._tables.forget()
         self._previous = Previous()
+
+    def _take_form(self, group: dict[str, Any], was: dict[str, Any], loaded: dict[str, Any]) -> None:
+        """Which form the loaded states of ``group`` have (one_state.py).
+
+        Raises:
+            ValueError: when something on the way has dropped the previous gradient of the form with two states.
+        """
+        states_of = [self.state[p] for p in group["params"] if self.state.get(p)]
+        if GAMMA not in loaded:  # before there were two forms, or another optimizer
+            old = any("prev_grad" in state for state in states_of)
+            group |= {"one_state": False, GAMMA: None} if old else {k: was[k] for k in ("one_state", GAMMA)}
+        elif loaded[GAMMA] is None and was[GAMMA] is not None:
+            for p, _, rule in shapes_and_rules(group, self.settings):
+                if rule.can_keep_one_state and self.state.get(p) and "prev_grad" not in self.state[p]:
+                    raise ValueError(
+                        "the loaded states were saved with one_state=False and come without prev_grad, which the "
+                        "optimizer they are loaded into had no place for: construct it with one_state=False"
+                    )
 
     def __getstate__(self) -> dict[str, Any]:
         constructed = all(self._tables.constructed_as(group) for group in self.param_groups)

@@ -59,6 +59,11 @@ def restore(loaded: dict[str, Any], param: Tensor, copy_as: Callable[[Tensor, Te
         if key == STEP and not isinstance(value, Tensor):
             value = torch.tensor(float(value), dtype=torch.float32)
         if not isinstance(value, Tensor):
+            if not isinstance(value, (int, float, bool)):
+                raise ValueError(
+                    f"the state {key!r} that is loaded is a {type(value).__name__} and no tensor: the saved optimizer "
+                    "had none. Construct MARS as it was when the file was saved (mars_type, clip, one_state, is_approx)"
+                )
             out[key] = value
         elif key != STEP and value.ndim and value.shape != param.shape:
             raise ValueError(

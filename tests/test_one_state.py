@@ -122,9 +122,59 @@ def test_the_checkpoint_says_which_form_it_holds(saved_with: bool) -> None:
 def test_a_checkpoint_from_before_there_were_two_forms() -> None:
     _, first = trained(steps=5, mars_type="mars-m", one_state=False)
     saved = first.state_dict()
-    del saved["param_groups"][0]["one_state"]
+    for key in ("one_state", "one_state_gamma"):
+        del saved["param_groups"][0][key]
     second = MARS([torch.nn.Parameter(p.detach().clone()) for p in first.param_groups[0]["params"]], clip=None,
                   mars_type="mars-m", lr=1e-2)  # fmt: skip
     assert second.param_groups[0]["one_state"] is True
     second.load_state_dict(saved)
     assert second.param_groups[0]["one_state"] is False
+
+
+@pytest.mark.parametrize(("made", "then"), [(True, False), (False, True)])
+def test_the_form_of_states_that_are_there_cannot_be_changed(made: bool, then: bool) -> None:
+    _, optimizer = trained(steps=3, mars_type="mars-m", one_state=made)
+    params = optimizer.param_groups[0]["params"]
+    before = [p.detach().clone() for p in params]
+    optimizer.param_groups[0]["one_state"] = then
+    with pytest.raises(
+        ValueError, match=f"one_state={then}, and the states of the group were made with one_state={made}"
+    ):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
+    optimizer.param_groups[0]["one_state"] = None  # whichever it is
+    optimizer.step()
+    assert optimizer.param_groups[0]["one_state"] is made and ("prev_grad" in optimizer.state[params[0]]) is not made
+
+
+@pytest.mark.parametrize("orthogonalizer", ["newton-schulz", "svd", "polar-express", "cans"])
+def test_a_gradient_that_is_nan_leaves_a_skipped_step_alone(orthogonalizer: str) -> None:
+    _, optimizer = trained(steps=3, mars_type="mars-m", skip_nonfinite=True, orthogonalizer=orthogonalizer)
+    params = optimizer.param_groups[0]["params"]
+    before = [p.detach().clone() for p in params]
+    for p in params:
+        p.grad = torch.full_like(p, float("nan"))
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
+
+
+@pytest.mark.parametrize(("saved_with", "loaded_into"), [(True, False), (False, True)])
+def test_torchs_flat_state_dict_of_the_other_form_is_refused(saved_with: bool, loaded_into: bool) -> None:
+    """It has no place for what one of the two lacks: nothing is loaded in silence."""
+    from torch.distributed.checkpoint import state_dict as helpers
+
+    options = helpers.StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def built(one_state: bool) -> tuple[torch.nn.Module, MARS]:
+        torch.manual_seed(0)
+        net = torch.nn.Linear(3, 4)
+        optimizer = MARS(net.parameters(), lr=1e-2, lr_1d=1e-2, mars_type="mars-m", clip=None, one_state=one_state)
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        return net, optimizer
+
+    saved = helpers.get_optimizer_state_dict(*built(saved_with), options=options)
+    net, optimizer = built(loaded_into)
+    with pytest.raises((ValueError, KeyError, RuntimeError), match="one_state|prev_grad"):
+        helpers.set_optimizer_state_dict(net, optimizer, saved, options=options)

@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "agreement": {"maths", "sharding", "config"},
     "tables": {"agreement", "matrices", "step", "maths", "sharding", "config", "log"},
     "previous": {"sharding"},
-    "saving": {"previous", "tables", "step", "states", "sharding", "config", "log"},
+    "saving": {"one_state", "previous", "tables", "step", "states", "sharding", "config", "log"},
     "optimizer": {"saving", "previous", "tables", "step", "pieces", "one_state", "states", "sharding", "config", "log"},
     "integrations": {"optimizer", "tables", "step", "states", "maths", "sharding", "config", "log", "versions"},
 }

@@ -135,10 +135,9 @@ def polar_factor(x: Tensor) -> Tensor:
             and bfloat16 are computed in float32.
 
     Returns:
-        A tensor of the shape and dtype of ``x``.
+        A tensor of the shape and dtype of ``x``. NaN or inf in a matrix gives NaN in it.
 
     Raises:
-        torch.linalg.LinAlgError: ``x`` has NaN or inf on a CPU, for which the decomposition does not converge.
         RuntimeError: ``x`` has fewer than two dimensions.
 
     Source: the definition of MARS-Shampoo in the paper, arXiv 2411.10438. The decomposition is
@@ -147,9 +146,12 @@ def polar_factor(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return torch.zeros_like(x)
     wide = _scaled(x)[0].to(torch.promote_types(x.dtype, torch.float32))
-    u, s, vh = torch.linalg.svd(wide, full_matrices=False)
+    # On a CPU the decomposition raises for NaN and inf. The other ranks would wait for the results of one that did.
+    finite = torch.isfinite(wide).flatten(-2).all(dim=-1)[..., None, None]
+    u, s, vh = torch.linalg.svd(torch.where(finite, wide, 0.0), full_matrices=False)
     floor = s.amax(dim=-1, keepdim=True) * max(x.shape[-2:]) * torch.finfo(wide.dtype).eps
-    return ((u * (s > floor).to(u.dtype).unsqueeze(-2)) @ vh).to(x.dtype)
+    factor = (u * (s > floor).to(u.dtype).unsqueeze(-2)) @ vh
+    return torch.where(finite, factor, torch.nan).to(x.dtype)
 
 
 def uses_small_form(y: Tensor) -> bool:
