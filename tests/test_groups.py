@@ -565,3 +565,12 @@ def test_replay_as_a_client_optimizer_of_deepspeed(
         assert len(result["groups"]) == (3 if stage == 2 else 4)
         assert f"{math.prod((nets.VOCABULARY, 6)) + nets.VOCABULARY * 11:,}" in result["table"]
     assert replayed(results[0], "mars-adamw") < 2e-6
+
+
+@pytest.mark.parametrize(
+    "given", [{"matrices": 3}, {"others": None}, {"no_decay": 5}, {"matrix_parts": ["qkv"]}], ids=str
+)
+def test_an_argument_of_another_type_is_named(given: dict[str, Any]) -> None:
+    (argument,) = given
+    with pytest.raises(TypeError, match=f"param_groups: {argument} must be a"):
+        param_groups(nn.Linear(2, 2), **given)

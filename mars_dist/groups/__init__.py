@@ -6,65 +6,20 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from mars_dist.config import Settings
+from mars_dist.groups.listing import EMBEDDINGS, MATRICES, OTHERS, ROLES, ParamGroups
+from mars_dist.groups.tensors import Found, find
 from mars_dist.maths.rules import RULES, rule_for
-from mars_dist.sharding import fsdp1
 
 logger = logging.getLogger("mars_dist")
 
 Patterns = str | Sequence[str]
-
-MATRICES, EMBEDDINGS, OTHERS = "matrices", "embeddings and head", "others"
-ROLES = {"matrices": MATRICES, "embeddings": EMBEDDINGS, "others": OTHERS}  # by the argument that claims them
-
-# Parts of a path that wrappers put in: torch.compile, FSDP1, activation checkpointing.
-WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-# Parts of a path below a layer that PEFT has wrapped.
-ADAPTERS = {"base_layer", "original_module", "modules_to_save", "lora_magnitude_vector"}
-ADAPTERS |= {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
-
-EMBEDDING_NAME = re.compile(r"wte|wpe|embed_tokens|(tok|token|word|pos|position|positional)_?embed(ding)?s?")
-HEAD_NAME = re.compile(r"lm_head|head|embed_out|unembed|output_projection")
-HEAD_NAME_IF_VOCABULARY = re.compile(r"output|output_layer|proj_out|decoder|(to_)?logits")
-BIAS_NAME = re.compile(r"(^|_)bias(_|$)")
-NORM_NAME = re.compile(r"norm|^ln(_|\d|$)", re.IGNORECASE)
-QKV_NAME = re.compile(r"c_attn|qkv|qkv_proj|Wqkv|in_proj_weight")
-
-
-@dataclass
-class _Tensor:
-    """One parameter: its names (several where it is tied), its whole shape, and what was found out about it."""
-
-    param: Tensor
-    shape: tuple[int, ...]
-    names: list[str] = field(default_factory=list)
-    is_embedding: bool = False
-    is_norm_or_bias: bool = False
-    is_qkv: bool = False
-    fan_in_fan_out: bool = False
-    parts: int = 1
-    claimed: dict[str, str] = field(default_factory=dict)  # argument -> the pattern of it that matches
-
-
-class ParamGroups(list[dict[str, Any]]):
-    """Parameter groups as ``param_groups`` made them: a list of dicts; ``print(groups)`` shows them as a table."""
-
-    def __init__(self, groups: Sequence[dict[str, Any]], variant: str, matrix_ndim: tuple[int, ...]) -> None:
-        super().__init__(groups)
-        self.variant, self.matrix_ndim = variant, matrix_ndim
-        self.shapes: dict[str, tuple[int, ...]] = {}  # whole ones, by name
-        self.also: dict[str, list[str]] = {}  # other names of a tied tensor
-        self.frozen: list[int] = []  # elements of each tensor that was left out
-
-    def __str__(self) -> str:
-        return _table(self)
 
 
 def param_groups(
@@ -142,23 +97,27 @@ def param_groups(
             claims; a claim that the shape does not allow; fused weights that cannot be cut; nothing to train; FSDP1
             with ``use_orig_params=False``, which melts tensors of all groups together.
     """
+    if matrix_parts is not None and not isinstance(matrix_parts, Mapping):
+        raise TypeError(f"param_groups: matrix_parts must be a dict of pattern and number, got {matrix_parts!r}")
     settings = Settings(mars_type=variant, matrix_ndim=matrix_ndim)  # type: ignore[arg-type]
-    tensors = _find(model)
+    tensors = find(model)
     trainable = [t for t in tensors if t.param.requires_grad]
     if not trainable:
         raise ValueError("param_groups: the model has no trainable parameter (requires_grad is False for all of them)")
 
     for argument, patterns in {"matrices": matrices, "embeddings": embeddings, "others": others}.items():
-        for pattern in _listed(patterns):
+        for pattern in _listed(argument, patterns):
             for t in _matching(argument, pattern, tensors):
                 _claim(t, argument, pattern)
     roles = {id(t): _role(t, settings.matrix_ndim) for t in trainable}
     if no_decay is None:
         undecayed = {id(t) for t in trainable if t.is_norm_or_bias}
     else:
-        undecayed = {id(t) for pattern in _listed(no_decay) for t in _matching("no_decay", pattern, tensors)}
+        undecayed = {
+            id(t) for pattern in _listed("no_decay", no_decay) for t in _matching("no_decay", pattern, tensors)
+        }
     their_matrices = [t for t in trainable if roles[id(t)] == MATRICES]
-    for pattern in _listed(fan_in_fan_out):
+    for pattern in _listed("fan_in_fan_out", fan_in_fan_out):
         for t in _matching("fan_in_fan_out", pattern, tensors, their_matrices):
             t.fan_in_fan_out = True
     _set_parts(tensors, their_matrices, split_qkv, matrix_parts or {})
@@ -209,109 +168,15 @@ def param_groups(
     return made
 
 
-# --------------------------------------------------------------------------------------------- what a model consists of
-
-
-def _find(model: nn.Module) -> list[_Tensor]:
-    """Every parameter of ``model`` once, in its order."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"param_groups takes a model (torch.nn.Module), got {type(model).__name__}")
-    if any(fsdp1.is_flat(p) for p in model.parameters()):
-        raise ValueError(
-            "param_groups: FSDP1 (FullyShardedDataParallel) has melted parameters of all groups into flat ones: wrap "
-            "with use_orig_params=True, or use fully_shard (FSDP2)."
-        )
-    shapes = {id(p): layout.segments[0].shape for p, layout in fsdp1.layouts(model)}
-    embedding_modules, head_modules = _embeddings(model), _heads(model)
-    vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    found: dict[int, _Tensor] = {}
-    for path, module, last, p in _walk(model):
-        shape = shapes.get(id(p)) or tuple(getattr(p, "ds_shape", p.shape))
-        t = found.setdefault(id(p), _Tensor(p, shape))
-        t.names.append(".".join([*path, last]))
-        layer = _layer(path)
-        t.is_norm_or_bias |= bool(BIAS_NAME.search(last)) or _is_norm(module)
-        t.is_norm_or_bias |= len(shape) < 2 and bool(NORM_NAME.search(layer))
-        t.is_embedding |= id(module) in embedding_modules or id(module) in head_modules
-        name = layer if last == "weight" or _is_adapter(path) else last
-        t.is_embedding |= bool(EMBEDDING_NAME.fullmatch(name) or HEAD_NAME.fullmatch(name))
-        t.fan_in_fan_out |= last == "weight" and _is_conv1d(module)
-        if HEAD_NAME_IF_VOCABULARY.fullmatch(name):
-            t.is_embedding |= len(shape) == 2 and shape[1 if t.fan_in_fan_out else 0] in vocabularies
-        fused = QKV_NAME.fullmatch(layer if last == "weight" else last)
-        t.is_qkv |= bool(fused) and not any(part.startswith("lora_") for part in path)
-    return list(found.values())
-
-
-def _walk(model: nn.Module) -> Iterator[tuple[list[str], nn.Module, str, Tensor]]:
-    """The path of a module without the wrappers' parts, the module, the name of a parameter in it, the parameter."""
-    root = model
-    while [name for name, _ in root.named_children()] in (["module"], ["_orig_mod"], ["_fsdp_wrapped_module"]):
-        root = next(root.children())  # DDP and the like
-    for prefix, module in root.named_modules(remove_duplicate=False):
-        path = [part for part in prefix.split(".") if part and part not in WRAPPERS]
-        for last, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield path, module, last, p
-
-
-def _is_adapter(path: Sequence[str]) -> bool:
-    return any(part in ADAPTERS for part in path)
-
-
-def _layer(path: Sequence[str]) -> str:
-    """The name of the layer that a parameter belongs to; PEFT's adapters belong to the layer that they adapt."""
-    cut = next((i for i, part in enumerate(path) if part in ADAPTERS), len(path))
-    return path[cut - 1] if cut else ""
-
-
-def _type_names(module: nn.Module) -> list[str]:
-    """Of the class and those it is made from: ``fully_shard`` gives a layer a class of its own."""
-    return [f"{c.__module__}.{c.__name__}" for c in type(module).__mro__]
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return any("norm" in name.rpartition(".")[2].lower() for name in _type_names(module))
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    return "transformers.pytorch_utils.Conv1D" in _type_names(module)
-
-
-def _embeddings(model: nn.Module) -> set[int]:
-    """The modules that hold embeddings: by type, also those that PEFT wraps, with the adapters."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    found = {id(m) for m in model.modules() if isinstance(m, kinds)}
-    for m in model.modules():
-        if isinstance(getattr(m, "base_layer", None), kinds):
-            found |= {id(inner) for inner in m.modules()}
-    return found
-
-
-def _heads(model: nn.Module) -> set[int]:
-    """The modules that a transformers model calls its output embeddings, with what is in them."""
-    found: set[int] = set()
-    for m in model.modules():
-        if hasattr(type(m), "get_output_embeddings"):
-            asked: Any = m
-            try:
-                head = asked.get_output_embeddings()
-            except NotImplementedError:  # a model without one
-                continue
-            if isinstance(head, nn.Module):
-                found |= {id(inner) for inner in head.modules()}
-    return found
-
-
-# ------------------------------------------------------------------------------------------------------------- claims
-
-
-def _listed(patterns: Patterns) -> list[str]:
+def _listed(argument: str, patterns: Patterns) -> list[str]:
+    if not isinstance(patterns, (str, list, tuple)):
+        raise TypeError(f"param_groups: {argument} must be a regular expression or a list of them, got {patterns!r}")
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
 def _matching(
-    argument: str, pattern: str, tensors: Sequence[_Tensor], allowed: Sequence[_Tensor] | None = None
-) -> list[_Tensor]:
+    argument: str, pattern: str, tensors: Sequence[Found], allowed: Sequence[Found] | None = None
+) -> list[Found]:
     """The trainable tensors (of ``allowed``) that have a name in which ``pattern`` is found; at least one."""
     try:
         expression = re.compile(pattern)
@@ -332,7 +197,7 @@ def _matching(
     return out
 
 
-def _claim(t: _Tensor, argument: str, pattern: str) -> None:
+def _claim(t: Found, argument: str, pattern: str) -> None:
     for other, its_pattern in t.claimed.items():
         if other != argument:
             raise ValueError(
@@ -342,7 +207,7 @@ def _claim(t: _Tensor, argument: str, pattern: str) -> None:
     t.claimed[argument] = pattern
 
 
-def _role(t: _Tensor, matrix_ndim: tuple[int, ...]) -> str:
+def _role(t: Found, matrix_ndim: tuple[int, ...]) -> str:
     for argument, pattern in t.claimed.items():
         if argument == "matrices" and len(t.shape) not in matrix_ndim:
             allowed = ", ".join(map(str, matrix_ndim))
@@ -359,7 +224,7 @@ def _role(t: _Tensor, matrix_ndim: tuple[int, ...]) -> str:
 
 
 def _set_parts(
-    tensors: Sequence[_Tensor], matrices: Sequence[_Tensor], split_qkv: bool, matrix_parts: Mapping[str, int]
+    tensors: Sequence[Found], matrices: Sequence[Found], split_qkv: bool, matrix_parts: Mapping[str, int]
 ) -> None:
     given: dict[int, str] = {}
     for pattern, parts in matrix_parts.items():
@@ -397,51 +262,6 @@ def _set_parts(
         t.parts = 3
 
 
-def _outputs_and_inputs(t: _Tensor) -> tuple[int, int]:
+def _outputs_and_inputs(t: Found) -> tuple[int, int]:
     rows, cols = (t.shape[0], math.prod(t.shape[1:])) if len(t.shape) > 3 else t.shape[-2:]
     return (cols, rows) if t.fan_in_fan_out else (rows, cols)
-
-
-# ------------------------------------------------------------------------------------------------------------ the table
-
-
-def _table(groups: ParamGroups) -> str:
-    ndim = groups.matrix_ndim
-    call = f"MARS(groups, mars_type={groups.variant!r}" + (f", matrix_ndim={ndim})" if ndim != (2,) else ")")
-    rows = [("group", "rule", "tensors", "elements", "lr", "decay", "names")]
-    larger = []
-    for group in groups:
-        names = [name for name, _ in group["params"]]
-        rule = rule_for(groups.shapes[names[0]], groups.variant, ndim, group.get("use_mars"), optimize_1d=False)
-        lr = group["lr"] if rule.corrected else group.get("lr_1d", group["lr"] * group.get("lr_1d_ratio", 1.0))
-        form = " (in, out)" if group.get("fan_in_fan_out") else ""
-        form += f" of {group['matrix_parts']} parts" if "matrix_parts" in group else ""
-        elements = sum(math.prod(groups.shapes[name]) for name in names)
-        decay = group["weight_decay" if rule.corrected else "weight_decay_1d"]
-        shown = (f"{len(names)}", f"{elements:,}", f"{lr:g}", f"{decay:g}")
-        rows.append((group["role"] + form, rule.label, *shown, _abbreviated(names, groups.also)))
-        if group["role"].startswith(OTHERS):
-            larger += [n for n in names if len(groups.shapes[n]) > 2 and not BIAS_NAME.search(n.rpartition(".")[2])]
-    widths = [max(len(row[i]) for row in rows) for i in range(6)]
-    lines = [f"parameter groups for {call}"]
-    for row in rows:
-        cells = [row[i].ljust(widths[i]) if i < 2 else row[i].rjust(widths[i]) for i in range(6)]
-        lines.append("  ".join([*cells, row[6]]))
-    if groups.frozen:
-        lines.append(f"left out, frozen: {len(groups.frozen)} tensors of {sum(groups.frozen):,} elements")
-    if larger:
-        ranks = tuple(sorted({*ndim, *(len(groups.shapes[name]) for name in larger)}))
-        lines.append(
-            f"under AdamW with 3 and more dimensions (experts, convolutions): {_abbreviated(larger, {})}; "
-            f"matrix_ndim={ranks} here and in MARS makes matrices of them"
-        )
-    return "\n".join(lines)
-
-
-def _abbreviated(names: Sequence[str], also: Mapping[str, Sequence[str]], most: int = 3) -> str:
-    """Numbers become *, and of the different names that are left the first few are shown."""
-    alike: dict[str, None] = {}
-    for name in names:
-        alike[" = ".join(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", n) for n in (name, *also.get(name, ())))] = None
-    rest = len(alike) - most
-    return ", ".join(list(alike)[:most]) + (f", and {rest} more" if rest > 0 else "")
