@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -257,6 +258,17 @@ print("AFTER", *registered())
 """
     done = run_python("-c", code, folder=tmp_path, env={"MARS_DIST_REGISTER": "0"})
     assert "BEFORE False False False" in done.stdout and "AFTER True True True" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("optim", ["mars_adamw", "mars_m"])
+def test_matrix_variants_say_what_trainers_groups_do_with_embeddings(optim: str, tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 4), torch.nn.Linear(4, 4))
+    with mock.patch.object(integration, "_said", set()) as said:
+        Trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim=optim), model)
+        told = [sentence for sentence in said if "param_groups" in sentence]
+    assert len(told) == (optim == "mars_m") and all("this model has Embedding)" in sentence for sentence in told)
 
 
 def test_it_is_said_once_in_one_line(tmp_path: Path) -> None:

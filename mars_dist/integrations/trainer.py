@@ -122,6 +122,7 @@ def _is_ours(handler: Any) -> bool:
 def _mars(context: Any) -> tuple[type, dict[str, Any]]:
     """What Trainer calls for ``optim="mars_..."``: the class and its keywords (the groups are Trainer's)."""
     from mars_dist.integrations.trainer_arguments import choose, optimizer_class
+    from mars_dist.maths.rules import RULES
     from mars_dist.sharding.fsdp1 import is_flat
 
     flat = [p for p in context.model.parameters() if is_flat(p)] if context.model is not None else []
@@ -138,6 +139,14 @@ def _mars(context: Any) -> tuple[type, dict[str, Any]]:
             "take: use mars_dist.integrations.exact_trainer.ExactTrainer in its place, or leave it out."
         )
     _say(sentence)
+    if RULES[keywords["mars_type"]].whole_matrix and context.model is not None:
+        kinds = {kind.__name__ for m in context.model.modules() for kind in type(m).__mro__}
+        if found := sorted(kinds & {"Embedding", "Conv1D"}):
+            _say(
+                f"the groups are Trainer's: {keywords['mars_type']} also orthogonalises embeddings and head, and takes "
+                f"Conv1D weights for (out, in) (this model has {' and '.join(found)}). mars_dist.param_groups knows "
+                "them: Trainer(optimizers=(mars_dist.MARS(groups, ...), None))"
+            )
     return optimizer_class(keywords), keywords
 
 
