@@ -25,13 +25,15 @@ under ZeRO, of a second gathering of unchanged weights, and one more buffer of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import nn
 
-from mars_dist.integrations.exact_loop import Engine, Loop, masks_of
+from mars_dist.integrations.exact_loop import Engine, Loop, as_it_was, masks_of
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -39,8 +41,17 @@ MicroBatch = TypeVar("MicroBatch")
 class ExactMode(Generic[MicroBatch]):
     """Iterates over batches; before one is handed out, the gradient of the one after it is taken and kept.
 
-    Each batch is itself iterated over, once, for its micro-batches. Dropout draws the same masks for a micro-batch in
-    both of its passes, from a seed of its own; the random streams outside are left as they were.
+    Each batch is itself iterated over, once, for its micro-batches: take one, pass it, take the next. ``list(batch)``
+    would take them all before the first pass, and give the passes neither their masks nor their place in the batch.
+    A look-ahead leaves running statistics (batch norm) as they were, and runs with the modules in the mode, training
+    or evaluation, that they had in the last ordinary pass, where the model is known: under DeepSpeed, or from
+    ``model``. The first one runs in the mode of the moment.
+
+    Dropout draws the same masks for a micro-batch in both of its passes, from a seed of its own; the random streams
+    outside are left as they were.
+
+    A batch may be left before its last micro-batch: what it has set is undone. FSDP keeps the gradients of such a batch
+    for the next one, as in any loop that leaves one.
 
     Args:
         optimizer: MARS with ``is_approx=False``, what Accelerate made of it, or a DeepSpeed engine that trains with it.
@@ -48,7 +59,7 @@ class ExactMode(Generic[MicroBatch]):
         gradient: forward and backward of one micro-batch.
         accumulation: micro-batches in a batch. At the end of the data a batch may have fewer.
         model: what DDP, FSDP1, FSDP2 or Accelerate made of the model: gradients are exchanged once per batch. Not
-            needed for DeepSpeed nor without accumulation.
+            needed for DeepSpeed; without it and without accumulation, running statistics and modes are not seen to.
         before_step: called before a look-ahead is kept, as the loop does before ``optimizer.step()``:
             ``scaler.unscale_(optimizer)`` and ``clip_grad_norm_``. Not for DeepSpeed, which does both by itself.
         scaler: the GradScaler of a loop in float16 that has one of its own.
@@ -78,9 +89,19 @@ class ExactMode(Generic[MicroBatch]):
             raise ValueError(f"accumulation must be a whole number of at least 1, got {accumulation!r}")
         self._engine = _engine_for(optimizer, model, before_step, scaler, accelerator)
         if self._engine.mars.settings.is_approx:
-            raise ValueError("ExactMode needs MARS in exact mode: construct it with is_approx=False.")
+            raise ValueError(
+                "ExactMode needs MARS in exact mode, and this one is in approximate mode: construct it with "
+                "is_approx=False. A state saved in approximate mode brings that mode with it when it is loaded."
+            )
+        theirs = self._engine.accumulation()
+        if theirs not in (None, accumulation):
+            raise ValueError(
+                f"accumulation={accumulation}, and the engine was told to accumulate {theirs} micro-batches "
+                f"(gradient_accumulation_steps), by which it divides the loss: give ExactMode accumulation={theirs}."
+            )
         self._micro_batches, self._gradient, self._accumulation = micro_batches, gradient, accumulation
         self._seed = torch.initial_seed() if seed is None else int(seed)
+        self._modes: dict[nn.Module, bool] = {}  # training or evaluation, in the last ordinary pass
         self._goes_on = False  # h of the first batch is in the optimizer's state
         self.handed_out = 0  # micro-batches, since the training began
         self.gradient_evaluations = 0  # in both passes, by this object
@@ -90,6 +111,7 @@ class ExactMode(Generic[MicroBatch]):
             self._engine.mars.forget_previous()
         source = iter(self._micro_batches)
         present = list(islice(source, self._accumulation))
+        passes: Generator[MicroBatch] | None = None
         try:
             while present:
                 ahead = list(islice(source, self._accumulation))
@@ -99,9 +121,13 @@ class ExactMode(Generic[MicroBatch]):
                 self.handed_out += len(present)
                 # A new loop over further data goes on only where load_state_dict() says so.
                 self._goes_on = False
-                yield self._passes(present, first)
+                passes = self._passes(present, first, ordinary=True)
+                yield passes
+                passes.close()  # left early, it would keep what it has set around a pass
                 present = ahead
         finally:
+            if passes is not None:
+                passes.close()
             self._engine.close()
 
     def state_dict(self) -> dict[str, int]:
@@ -122,17 +148,20 @@ class ExactMode(Generic[MicroBatch]):
 
     def _look_ahead(self, micro_batches: list[MicroBatch], first: int) -> None:
         self._engine.zero_grad()
-        with self._engine.aside():
-            for micro_batch in self._passes(micro_batches, first):
-                self._gradient(micro_batch)
+        with self._engine.aside(), as_it_was(self._engine.model, self._modes):
+            with contextlib.closing(self._passes(micro_batches, first)) as passes:
+                for micro_batch in passes:
+                    self._gradient(micro_batch)
             self._engine.keep()
         self._engine.zero_grad()
 
-    def _passes(self, micro_batches: list[MicroBatch], first: int) -> Iterator[MicroBatch]:
+    def _passes(self, micro_batches: list[MicroBatch], first: int, ordinary: bool = False) -> Generator[MicroBatch]:
         for i, micro_batch in enumerate(micro_batches):
             with masks_of(self._seed, first + i), self._engine.micro_batch(i == len(micro_batches) - 1):
                 self.gradient_evaluations += 1
                 yield micro_batch
+                if ordinary and self._engine.model is not None:
+                    self._modes = {module: module.training for module in self._engine.model.modules()}
 
 
 def _engine_for(

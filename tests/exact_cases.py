@@ -48,7 +48,7 @@ class Case:
         broken: steps whose loss is infinite in the look-ahead ("ahead"), or in the ordinary pass ("present").
         scaler: a GradScaler is used (not with DeepSpeed, which has its own).
         net: "net", "dropout" (also records its masks), or "layers" (of ``engine_nets``).
-        steps, first: of the data. ``resume``: the step after which everything is made anew from what was saved.
+        steps: of the data.
     """
 
     engine: str
@@ -406,3 +406,54 @@ def pipeline(case: ZeroCase) -> str:
         finally:
             engine.destroy()
     return ""
+
+
+FROZEN = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.0, "warmup_num_steps": 4, "warmup_min_lr": 0.0}}
+
+
+def left_early(case: Case) -> dict[str, Any]:
+    """With lr 0, a batch of which only the first micro-batch is passed and no step taken; then a loop that ends so.
+
+    Returns: the gradients of the look-aheads, those of a batch passed by hand after the loop, and the random number
+        that each rank would draw next, before and after.
+    """
+    from mars_dist.exact import ExactMode
+
+    net = build(case.net)
+    start = {name: p.detach().double() for name, p in net.named_parameters()}
+    ready = setup(case, net)
+    watcher = Watcher(ready.mars)
+    before = torch.get_rng_state().clone()
+
+    def gradient(micro_batch: MicroBatch) -> None:
+        step, _, tokens, targets = micro_batch
+        watcher.step = step
+        ready.backward(ready.model(tokens, targets))
+
+    data = micro_batches(range(5), case.accumulation, ready.share)
+    for step, batch in enumerate(ExactMode(ready.optimizer, data, gradient, **ready.keywords)):
+        for micro_batch in batch:
+            gradient(micro_batch)
+            if step in (1, 3):
+                break
+        if step == 3:
+            break
+        if step != 1:
+            ready.step()
+        elif ready.engine is None:
+            ready.mars.zero_grad()
+    synchronised = getattr(ready.model, "sync_gradients", True)
+    result = {
+        "ahead": watcher.gathered(start)[1],
+        "moved": not torch.equal(before, torch.get_rng_state()),
+        "synchronised": synchronised,
+        "type": ready.facts["type"],
+    }
+    if ready.engine is None:
+        ready.mars.zero_grad()
+        for _, _, tokens, targets in micro_batches(range(4, 5), 1, ready.share):
+            ready.model(tokens, targets).backward()
+        result["reduced"] = [p.grad is not None for p in ready.model.parameters()]
+    else:
+        ready.engine.destroy()
+    return result

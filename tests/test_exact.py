@@ -337,3 +337,93 @@ def test_a_second_loop_begins_without_h() -> None:
     steps: Iterator[Any] = iter(script.exact(0, 2))
     next(steps)
     assert all(not s["prev_grad"].any() for s in script.optimizer.state.values() if "prev_grad" in s)
+
+
+def trained_with(net: nn.Module, body: Callable[[Callable[[], None]], None], **keywords: Any) -> dict[str, Tensor]:
+    """Six steps in a loop whose body is ``body``, which is given what an ordinary body does."""
+    optimizer = MARS(net.parameters(), lr=1e-2, lr_1d=1e-2, is_approx=False)
+    generator = torch.Generator().manual_seed(4)
+    data = [torch.randn(8, 5, generator=generator) for _ in range(6)]
+
+    def gradient(x: Tensor) -> None:
+        net(x).square().sum().backward()
+
+    for batch in ExactMode(optimizer, data, gradient, seed=3, **keywords):
+
+        def ordinary(batch: Iterator[Tensor] = batch) -> None:
+            for x in batch:
+                gradient(x)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        body(ordinary)
+    return {name: p.detach().clone() for name, p in net.state_dict().items()}
+
+
+def test_running_statistics_see_each_batch_once() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    assert trained_with(net, lambda ordinary: ordinary(), model=net)["1.num_batches_tracked"] == 6
+
+
+def test_a_look_ahead_runs_in_the_mode_of_the_ordinary_passes() -> None:
+    """``model.train()`` at the top of the body and an evaluation at its end: the look-ahead comes after that."""
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+    always, between = net(), net()
+
+    def body(ordinary: Callable[[], None]) -> None:
+        between.train()
+        ordinary()
+        between.eval()
+
+    plain = trained_with(always, lambda ordinary: ordinary(), model=always)
+    assert furthest(trained_with(between, body, model=between), plain) == 0.0 and not between.training
+    unseen = net()
+
+    def unknown(ordinary: Callable[[], None]) -> None:
+        unseen.train()
+        ordinary()
+        unseen.eval()
+
+    assert furthest(trained_with(unseen, unknown), plain) > 1e-4, "the mode makes no difference here"
+
+
+def test_an_exception_in_a_pass_leaves_the_random_streams_as_they_were() -> None:
+    p = nn.Parameter(torch.ones(2, 2))
+    optimizer = MARS([p], lr=1e-2, is_approx=False)
+    for failing in (1, 2):  # the second call is the look-ahead of the third batch
+        calls: list[int] = []
+
+        def gradient(x: int, calls: list[int] = calls, failing: int = failing) -> None:
+            calls.append(x)
+            (p * torch.rand(2, 2)).sum().backward()
+            if len(calls) == failing:
+                raise ArithmeticError
+
+        before, kept = torch.get_rng_state(), None
+        try:
+            for batch in ExactMode(optimizer, range(4), gradient):
+                for x in batch:
+                    gradient(x)
+                optimizer.step()
+                optimizer.zero_grad()
+        except ArithmeticError as error:
+            kept = error  # with the frames it came through
+        assert kept is not None and torch.equal(before, torch.get_rng_state())
+
+
+def test_an_accumulation_that_is_not_the_engines_is_refused() -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(net, MARS(net.parameters(), lr=1e-2, lr_1d=1e-2, is_approx=False))
+    keywords: dict[str, Any] = {"model": model, "accelerator": accelerator}
+    with pytest.raises(ValueError, match=r"accumulation=1, and the engine was told to accumulate 2 .* accumulation=2"):
+        ExactMode(optimizer, [], lambda x: None, **keywords)
+    ExactMode(optimizer, [], lambda x: None, accumulation=2, **keywords)
+    accelerator.free_memory()

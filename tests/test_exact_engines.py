@@ -256,3 +256,28 @@ def test_the_table_names_the_variants_that_run_here() -> None:
     assert all(variants == set(LABELS) for variants in run.values()), run
     rows = [row for row in ROWS if row.shown_by.startswith("tests/test_exact_engines.py")]
     assert len(rows) >= 5 and all(set(row.variants) <= set(LABELS) for row in rows)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("ddp", {"lr": 0.0}, accumulation=2),
+        Case("fsdp2", {"lr": 0.0}, accumulation=2),
+        *(Case(f"zero{stage}", {"lr": 0.0}, 2, config={"scheduler": exact_cases.FROZEN}) for stage in (2, 3)),
+        Case("zero2", {"lr": 0.0}, 2, offload=True, config={"scheduler": exact_cases.FROZEN}),
+    ],
+    ids=str,
+)
+def test_a_batch_that_is_left_early_leaves_nothing_behind(pool: RankPool, case: Case) -> None:
+    """What was set around its passes is undone, and its part of a gradient is in no later one."""
+    results = pool.run(exact_cases.left_early, case, timeout=120)
+    net = nets.build()
+    for result in results:
+        assert result["type"] == ACTIVE[case.engine][0] and not result["moved"]
+        assert all(result.get("reduced", [True])), "the engine no longer exchanges gradients"
+        # FSDP2 itself keeps what it has of a batch that was left for the next one.
+        for step in (1, 2) if case.engine == "fsdp2" else (1, 2, 3):
+            net.zero_grad()
+            net(*nets.batch(step, exact_cases.BATCH)).backward()
+            for name, p in net.named_parameters():
+                torch.testing.assert_close(result["ahead"][step][name], p.grad.double(), atol=1e-6, rtol=0.0)

@@ -51,8 +51,16 @@ class Prepared(Loop):
             self.optimizer.step()
         self.optimizer._is_overflow = skipped
 
+    def accumulation(self) -> int | None:
+        count = self.accelerator.gradient_accumulation_steps  # accelerator.backward divides by it
+        return None if count == 1 else int(count)
+
     def zero_grad(self) -> None:
         self.mars.zero_grad()
+
+    def close(self) -> None:
+        super().close()
+        self.accelerator.sync_gradients = True
 
 
 class PreparedDeepSpeed(DeepSpeed):
@@ -67,3 +75,7 @@ class PreparedDeepSpeed(DeepSpeed):
         self.accelerator.sync_gradients = is_last
         with super().micro_batch(is_last):
             yield
+
+    def close(self) -> None:
+        super().close()
+        self.accelerator.sync_gradients = True

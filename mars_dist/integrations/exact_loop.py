@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from mars_dist.optimizer import MARS
 
@@ -19,6 +20,10 @@ class Engine(Protocol):
     """What differs between engines; one per way of training."""
 
     mars: MARS
+    model: Any  # or None, where it is not known
+
+    def accumulation(self) -> int | None:
+        """How many micro-batches the engine itself accumulates, dividing by their number; None: it does not."""
 
     def micro_batch(self, is_last: bool) -> Context:
         """Around the passes of one micro-batch: gradients are exchanged over the ranks after the last one."""
@@ -42,6 +47,9 @@ class Loop:
         self.mars = mars_of(optimizer)
         self.optimizer, self.model, self.before_step = optimizer, model, before_step
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+
+    def accumulation(self) -> int | None:
+        return None
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
@@ -68,7 +76,28 @@ class Loop:
         self.optimizer.zero_grad()
 
     def close(self) -> None:
-        pass
+        if hasattr(self.model, "set_requires_gradient_sync"):  # FSDP2: a batch may have been left early
+            self.model.set_requires_gradient_sync(True)
+
+
+@contextlib.contextmanager
+def as_it_was(model: Any, modes: Mapping[nn.Module, bool]) -> Iterator[None]:
+    """``model`` in ``modes``, training or evaluation; after it the modes and running statistics are as before."""
+    modules = [] if model is None else list(model.modules())
+    now = {module: module.training for module in modules}
+    kept = [
+        (b, b.clone()) for m in modules if getattr(m, "track_running_stats", False) for b in m.buffers(recurse=False)
+    ]
+    for module, training in now.items():
+        module.training = modes.get(module, training)
+    try:
+        yield
+    finally:
+        for module, training in now.items():
+            module.training = training
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from mars_dist.versions import missing_hook
 # What is used of an engine; where the wrappers keep their loss scale.
 USED = ("basic_optimizer", "optimizer", "_is_gradient_accumulation_boundary", "clip_fp32_gradients", "_config")
 SCALES = ("loss_scaler", "loss_scale_config")
+PARTIAL_SUMS = ("all_grad_tensors", "averaged_gradients")
 NOTED = ("overflow", "_global_grad_norm")
 
 
@@ -36,7 +37,11 @@ class DeepSpeed:
         if reason:
             raise RuntimeError(f"MARS: exact mode does not work with {reason}")
         self.engine: Any = engine
+        self.model = engine.module
         self.mars = engine.basic_optimizer
+
+    def accumulation(self) -> int | None:
+        return int(self.engine.gradient_accumulation_steps())
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
@@ -46,11 +51,15 @@ class DeepSpeed:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """``engine.step()`` does nothing: with DeepSpeed it is often called with each backward pass."""
+        theirs = vars(self.engine).get("step")  # somebody may have put a function of his own there
         self.engine.step = lambda *args, **kwargs: None
         try:
             yield
         finally:
-            del self.engine.step
+            if theirs is None:
+                del self.engine.step
+            else:
+                self.engine.step = theirs
 
     def keep(self) -> None:
         engine, wrapper = self.engine, self.engine.optimizer
@@ -71,6 +80,12 @@ class DeepSpeed:
         engine = self.engine
         if engine.optimizer is not self.mars:
             engine.optimizer.zero_grad()
+            for name in PARTIAL_SUMS:  # of a batch that was left early
+                sums = getattr(engine.optimizer, name, None)
+                if isinstance(sums, dict):
+                    sums |= dict.fromkeys(sums)
+            if hasattr(engine.optimizer, PARTIAL_SUMS[0]):  # ZeRO-1/2
+                engine.optimizer.micro_step_id = -1  # no micro-batch yet, as after a step
         else:
             engine.zero_grad()
 
