@@ -212,6 +212,7 @@ def test_the_masks_are_the_same_in_both_passes(pool: RankPool, engine: str) -> N
         assert furthest(replayed(result, case).params, result["end"]) < 2e-6
 
 
+PLACES = [(1, True), (2, False), (2, True), (3, False)]
 STATIC = {"fp16": {"enabled": True, "loss_scale": 1024}}
 DYNAMIC = {"fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 100, "hysteresis": 1}}
 
@@ -303,3 +304,10 @@ def test_a_wrapper_around_engine_step_stays_and_another_accumulation_is_refused(
     for each in pool.run(exact_left_cases.wrapped_step, Case("zero2", accumulation=2), timeout=120):
         assert each["is_there"] and (each["calls"], each["steps"]) == (8, 4), "called in ordinary passes only"
         assert "accumulation=1" in each["said"] and "accumulate 2" in each["said"]
+
+
+@pytest.mark.parametrize("case", [Case(f"zero{n}", dtype="fp16", offload=o, config=STATIC) for n, o in PLACES], ids=str)
+def test_a_batch_that_overflowed_and_was_not_stepped_is_forgotten(pool: RankPool, case: Case) -> None:
+    for each in pool.run(exact_left_cases.left_not_finite, case, timeout=120):
+        assert all(each["kept"]) and each["errors"].keys() == {"ahead 1", "ahead 2", "ahead 3"}
+        assert max(each["errors"].values()) < 2e-3, "beyond a rounding of float16"

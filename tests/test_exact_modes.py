@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,3 +167,18 @@ def test_accelerate_may_divide_by_the_accumulation_or_leave_it_to_the_loop() -> 
         ends.append(dict(net.named_parameters()))
         accelerator.free_memory()
     assert furthest(*ends) < 1e-6
+
+
+def test_running_statistics_under_the_trainer(tmp_path: Path) -> None:
+    from mars_dist.integrations.exact_trainer import ExactTrainer
+    from tests.test_exact_trainer import arguments
+
+    class Model(Left):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return {"loss": super().forward(x).square().mean()}
+
+    data = [{"x": torch.randn(5, generator=torch.Generator().manual_seed(i))} for i in range(16)]
+    model = Model()
+    made = ExactTrainer(model=model, args=arguments(tmp_path, num_train_epochs=1), train_dataset=data)
+    made.train()
+    assert (made.state.global_step, made.gradient_evaluations, int(model.norm.num_batches_tracked)) == (4, 14, 8)

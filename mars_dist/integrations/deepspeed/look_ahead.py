@@ -86,6 +86,8 @@ class DeepSpeed:
                     sums |= dict.fromkeys(sums)
             if hasattr(engine.optimizer, PARTIAL_SUMS[0]):  # ZeRO-1/2
                 engine.optimizer.micro_step_id = -1  # no micro-batch yet, as after a step
+                if getattr(engine.optimizer, "cpu_offload", False):
+                    engine.optimizer.reset_cpu_buffers()  # norms, and that there was an overflow
         else:
             engine.zero_grad()
 
