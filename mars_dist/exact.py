@@ -31,33 +31,42 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
 
-from mars_dist.integrations.exact_loop import Engine, Loop, as_it_was, masks_of
+from mars_dist.integrations.exact_loop import Engine, Loop, masks_of
+from mars_dist.integrations.exact_model import Modes, statistics_kept
 
 MicroBatch = TypeVar("MicroBatch")
+
+NOT_DRAWN = (
+    "ExactMode: the gradient of a micro-batch at the point before drew random numbers, and its own pass had drawn none "
+    "when the next micro-batch was asked for: the masks of dropout would not be the same in both. Take the pass of "
+    "each micro-batch before the next one, without list(batch) and the like, and in the same mode (model.train())."
+)
 
 
 class ExactMode(Generic[MicroBatch]):
     """Iterates over batches; before one is handed out, the gradient of the one after it is taken and kept.
 
     Each batch is itself iterated over, once, for its micro-batches: take one, pass it, take the next. ``list(batch)``
-    would take them all before the first pass, and give the passes neither their masks nor their place in the batch.
+    would take them all before the first pass, and give the passes neither their masks nor their place in the batch:
+    it is an error where the passes draw random numbers, and is not noticed where they draw none.
+
     A look-ahead leaves running statistics (batch norm) as they were, and runs with the modules in the mode, training
-    or evaluation, that they had in the last ordinary pass, where the model is known: under DeepSpeed, or from
-    ``model``. The first one runs in the mode of the moment.
+    or evaluation, that the ordinary passes have, where the model is known: under DeepSpeed, or from ``model``. The
+    first one runs in the mode of the moment; that the passes have another one then is an error.
 
     Dropout draws the same masks for a micro-batch in both of its passes, from a seed of its own; the random streams
     outside are left as they were.
 
-    A batch may be left before its last micro-batch: what it has set is undone. FSDP keeps the gradients of such a batch
-    for the next one, as in any loop that leaves one.
+    A batch may be left before its last micro-batch: what it has set is undone, and its gradients are forgotten when the
+    next batch comes.
 
     Args:
         optimizer: MARS with ``is_approx=False``, what Accelerate made of it, or a DeepSpeed engine that trains with it.
         micro_batches: the data, one micro-batch after the other. Read one batch ahead.
         gradient: forward and backward of one micro-batch.
-        accumulation: micro-batches in a batch. At the end of the data a batch may have fewer.
+        accumulation: micro-batches in a batch. At the end of the data a batch may have fewer. It is DeepSpeed's and
+            Accelerate's ``gradient_accumulation_steps``; with 1 for Accelerate ``gradient`` divides the loss by itself.
         model: what DDP, FSDP1, FSDP2 or Accelerate made of the model: gradients are exchanged once per batch. Not
             needed for DeepSpeed; without it and without accumulation, running statistics and modes are not seen to.
         before_step: called before a look-ahead is kept, as the loop does before ``optimizer.step()``:
@@ -68,8 +77,9 @@ class ExactMode(Generic[MicroBatch]):
         seed: of the masks; by default the one that ``torch.manual_seed`` was given.
 
     Raises:
-        TypeError, ValueError: when the optimizer is not MARS in exact mode.
-        RuntimeError: for a feature of DeepSpeed by which the extra pass cannot be kept apart.
+        TypeError, ValueError: when the optimizer is not MARS in exact mode, or another ``accumulation`` was configured.
+        RuntimeError: for a feature of DeepSpeed by which the extra pass cannot be kept apart. While iterating: when
+            the two passes of a micro-batch differ in the mode of the model, or one draws no random numbers.
     """
 
     def __init__(
@@ -90,8 +100,8 @@ class ExactMode(Generic[MicroBatch]):
         self._engine = _engine_for(optimizer, model, before_step, scaler, accelerator)
         if self._engine.mars.settings.is_approx:
             raise ValueError(
-                "ExactMode needs MARS in exact mode, and this one is in approximate mode: construct it with "
-                "is_approx=False. A state saved in approximate mode brings that mode with it when it is loaded."
+                f"ExactMode needs MARS in exact mode, and this one is in approximate mode: "
+                f"{self._engine.mars.how_to_be_exact()}"
             )
         theirs = self._engine.accumulation()
         if theirs not in (None, accumulation):
@@ -101,7 +111,8 @@ class ExactMode(Generic[MicroBatch]):
             )
         self._micro_batches, self._gradient, self._accumulation = micro_batches, gradient, accumulation
         self._seed = torch.initial_seed() if seed is None else int(seed)
-        self._modes: dict[nn.Module, bool] = {}  # training or evaluation, in the last ordinary pass
+        self._modes = Modes(None)
+        self._drawing: set[int] = set()  # the micro-batches that drew random numbers in a look-ahead
         self._goes_on = False  # h of the first batch is in the optimizer's state
         self.handed_out = 0  # micro-batches, since the training began
         self.gradient_evaluations = 0  # in both passes, by this object
@@ -109,6 +120,7 @@ class ExactMode(Generic[MicroBatch]):
     def __iter__(self) -> Iterator[Iterator[MicroBatch]]:
         if not self._goes_on:
             self._engine.mars.forget_previous()
+        self._modes, self._drawing = Modes(self._engine.model), set()
         source = iter(self._micro_batches)
         present = list(islice(source, self._accumulation))
         passes: Generator[MicroBatch] | None = None
@@ -117,11 +129,13 @@ class ExactMode(Generic[MicroBatch]):
                 ahead = list(islice(source, self._accumulation))
                 if ahead:
                     self._look_ahead(ahead, self.handed_out + len(present))
+                elif passes is not None:
+                    self._engine.zero_grad()  # the batch before may have been left
                 first = self.handed_out
                 self.handed_out += len(present)
                 # A new loop over further data goes on only where load_state_dict() says so.
                 self._goes_on = False
-                passes = self._passes(present, first, ordinary=True)
+                passes = self._ordinary(present, first)
                 yield passes
                 passes.close()  # left early, it would keep what it has set around a pass
                 present = ahead
@@ -148,20 +162,30 @@ class ExactMode(Generic[MicroBatch]):
 
     def _look_ahead(self, micro_batches: list[MicroBatch], first: int) -> None:
         self._engine.zero_grad()
-        with self._engine.aside(), as_it_was(self._engine.model, self._modes):
-            with contextlib.closing(self._passes(micro_batches, first)) as passes:
-                for micro_batch in passes:
+        with self._engine.aside(), statistics_kept(self._engine.model), self._modes.of_passes():
+            for i, micro_batch in enumerate(micro_batches):
+                with self._pass(first + i, i == len(micro_batches) - 1) as has_drawn:
                     self._gradient(micro_batch)
+                    if has_drawn():
+                        self._drawing.add(first + i)
             self._engine.keep()
         self._engine.zero_grad()
 
-    def _passes(self, micro_batches: list[MicroBatch], first: int, ordinary: bool = False) -> Generator[MicroBatch]:
+    def _ordinary(self, micro_batches: list[MicroBatch], first: int) -> Generator[MicroBatch]:
         for i, micro_batch in enumerate(micro_batches):
-            with masks_of(self._seed, first + i), self._engine.micro_batch(i == len(micro_batches) - 1):
-                self.gradient_evaluations += 1
+            mode = self._modes.handed_out()
+            with self._pass(first + i, i == len(micro_batches) - 1) as has_drawn:
                 yield micro_batch
-                if ordinary and self._engine.model is not None:
-                    self._modes = {module: module.training for module in self._engine.model.modules()}
+                self._modes.passed(mode)
+                if first + i in self._drawing and not has_drawn():
+                    raise RuntimeError(NOT_DRAWN)
+            self._drawing.discard(first + i)
+
+    @contextlib.contextmanager
+    def _pass(self, number: int, is_last: bool) -> Iterator[Callable[[], bool]]:
+        with masks_of(self._seed, number) as has_drawn, self._engine.micro_batch(is_last):
+            self.gradient_evaluations += 1
+            yield has_drawn
 
 
 def _engine_for(

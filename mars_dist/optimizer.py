@@ -324,7 +324,7 @@ class MARS(SavedOptimizer):
             RuntimeError: in approximate mode.
         """
         if self.settings.is_approx:
-            raise RuntimeError("looking_ahead() is for exact mode: construct MARS with is_approx=False.")
+            raise RuntimeError(f"looking_ahead() is for exact mode: {self.how_to_be_exact()}")
         return self._previous.look(self)
 
     def forget_previous(self) -> None:

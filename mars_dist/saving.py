@@ -98,6 +98,16 @@ class SavedOptimizer(Optimizer):
     _tables: Tables
     _previous: Previous
     _warned: bool
+    _mode_is_loaded = False  # by a state whose is_approx was not the one given
+
+    def how_to_be_exact(self) -> str:
+        """What to do where exact mode is asked for and this optimizer is in the approximate one."""
+        if self._mode_is_loaded:
+            return (
+                "the state that was loaded was saved in approximate mode (is_approx=True), and the settings of a "
+                "loaded state hold. Load one of a run in exact mode, or begin with new optimizer states."
+            )
+        return "construct MARS with is_approx=False."
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim, and what is one for the optimizer under ``"mars_dist"``.
@@ -132,7 +142,8 @@ class SavedOptimizer(Optimizer):
     def _restore(self, state_dict: dict[str, Any], before: list[dict[str, Any]]) -> None:
         ours = state_dict.get(STATE_DICT_KEY)
         if ours is not None:
-            self.settings = Settings.from_dict(ours)
+            given, self.settings = self.settings, Settings.from_dict(ours)
+            self._mode_is_loaded = self._mode_is_loaded or self.settings.is_approx != given.is_approx
         saved = dict(
             zip(
                 (i for group in state_dict["param_groups"] for i in group["params"]),

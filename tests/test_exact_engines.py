@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import exact_cases, nets
+from tests import exact_cases, exact_left_cases, nets
 from tests.exact_cases import SETTINGS, Case
 from tests.ranks import RankPool
 from tests.reference import ReferenceMARS
@@ -275,9 +275,31 @@ def test_a_batch_that_is_left_early_leaves_nothing_behind(pool: RankPool, case: 
     for result in results:
         assert result["type"] == ACTIVE[case.engine][0] and not result["moved"]
         assert all(result.get("reduced", [True])), "the engine no longer exchanges gradients"
-        # FSDP2 itself keeps what it has of a batch that was left for the next one.
-        for step in (1, 2) if case.engine == "fsdp2" else (1, 2, 3):
+        for step in (1, 2, 3):
             net.zero_grad()
             net(*nets.batch(step, exact_cases.BATCH)).backward()
             for name, p in net.named_parameters():
                 torch.testing.assert_close(result["ahead"][step][name], p.grad.double(), atol=1e-6, rtol=0.0)
+
+
+@pytest.mark.parametrize("case", exact_left_cases.cases(), ids=str)
+def test_loops_and_batches_that_are_left(pool: RankPool, case: Case) -> None:
+    """Whatever was left, a gradient that reaches MARS is that of a whole batch, over micro-batches and ranks."""
+    kind, engine = ACTIVE[case.engine]
+    last = set() if case.engine == "accelerate-zero2" else {"last batch, ahead 3"}
+    for each in pool.run(exact_left_cases.left, case, timeout=120):
+        assert (each["type"], each["engines"], each["updates"]) == (kind, {engine}, 0)
+        assert each["stream"], "the random streams are replaced while a batch that was left is held"
+        assert each.get("sync_gradients", True)
+        assert each["after an exception"].keys() == {"ahead 1"}
+        assert each["batches left"].keys() == {"ahead 1", "ahead 2", "ahead 3"} | last
+        if "zero" not in case.engine:
+            assert each["a loop of one's own"].keys() == {"ahead 2"}
+        found = [each[k] for k in ("after an exception", "batches left", "a loop of one's own") if k in each]
+        assert max(max(errors.values()) for errors in found) < 5e-7, found
+
+
+def test_a_wrapper_around_engine_step_stays_and_another_accumulation_is_refused(pool: RankPool) -> None:
+    for each in pool.run(exact_left_cases.wrapped_step, Case("zero2", accumulation=2), timeout=120):
+        assert each["is_there"] and (each["calls"], each["steps"]) == (8, 4), "called in ordinary passes only"
+        assert "accumulation=1" in each["said"] and "accumulate 2" in each["said"]

@@ -33,14 +33,14 @@ class Prepared(Loop):
     """DDP and FSDP, and one process, behind Accelerate."""
 
     def __init__(self, accelerator: Any, optimizer: Any, model: Any, before_step: Callable[[], Any] | None) -> None:
-        super().__init__(optimizer, model, before_step, None)
+        prepared = getattr(accelerator, "_models", [])
+        super().__init__(optimizer, prepared[0] if model is None and len(prepared) == 1 else model, before_step, None)
         self.accelerator = accelerator
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
         self.accelerator.sync_gradients = is_last
-        without = not is_last and self.model is not None
-        with self.accelerator.no_sync(self.model) if without else contextlib.nullcontext():
+        with super().micro_batch(is_last):
             yield
 
     def keep(self) -> None:
@@ -57,6 +57,7 @@ class Prepared(Loop):
 
     def zero_grad(self) -> None:
         self.mars.zero_grad()
+        self._drop()
 
     def close(self) -> None:
         super().close()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
+from mars_dist.integrations.exact_model import drop_unsharded_gradients
 from mars_dist.optimizer import MARS
 
 Context = contextlib.AbstractContextManager[Any]
@@ -34,7 +34,8 @@ class Engine(Protocol):
     def keep(self) -> None:
         """What an ordinary step does, with MARS looking ahead."""
 
-    def zero_grad(self) -> None: ...
+    def zero_grad(self) -> None:
+        """Forget all gradients, also those of a batch that was left before its last micro-batch."""
 
     def close(self) -> None:
         """The loop is over."""
@@ -47,6 +48,7 @@ class Loop:
         self.mars = mars_of(optimizer)
         self.optimizer, self.model, self.before_step = optimizer, model, before_step
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._in_batch = False  # a batch has begun, and its gradients were not exchanged yet
 
     def accumulation(self) -> int | None:
         return None
@@ -56,8 +58,10 @@ class Loop:
         if hasattr(self.model, "set_requires_gradient_sync"):  # FSDP2
             self.model.set_requires_gradient_sync(is_last)
         without = not is_last and hasattr(self.model, "no_sync")
+        self._in_batch = True
         with self.model.no_sync() if without else contextlib.nullcontext():
             yield
+        self._in_batch = not is_last
 
     def aside(self) -> Context:
         return contextlib.nullcontext()
@@ -74,30 +78,18 @@ class Loop:
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
+        self._drop()
 
     def close(self) -> None:
         if hasattr(self.model, "set_requires_gradient_sync"):  # FSDP2: a batch may have been left early
             self.model.set_requires_gradient_sync(True)
+        self._drop()
 
-
-@contextlib.contextmanager
-def as_it_was(model: Any, modes: Mapping[nn.Module, bool]) -> Iterator[None]:
-    """``model`` in ``modes``, training or evaluation; after it the modes and running statistics are as before."""
-    modules = [] if model is None else list(model.modules())
-    now = {module: module.training for module in modules}
-    kept = [
-        (b, b.clone()) for m in modules if getattr(m, "track_running_stats", False) for b in m.buffers(recurse=False)
-    ]
-    for module, training in now.items():
-        module.training = modes.get(module, training)
-    try:
-        yield
-    finally:
-        for module, training in now.items():
-            module.training = training
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
+    def _drop(self) -> None:
+        """What a batch that was left has in FSDP2, which would add it to the next one."""
+        if self._in_batch and self.model is not None:
+            drop_unsharded_gradients(self.model)
+        self._in_batch = False
 
 
 @contextlib.contextmanager
@@ -120,18 +112,25 @@ def mars_of(optimizer: Any) -> MARS:
 
 
 @contextlib.contextmanager
-def masks_of(seed: int, number: int) -> Iterator[None]:
+def masks_of(seed: int, number: int) -> Iterator[Callable[[], bool]]:
     """Random numbers of their own for micro-batch ``number``, the same each time; the streams outside go on after it.
 
-    The streams of Python, of torch on the CPU, and of the accelerator in use.
+    The streams of Python, of torch on the CPU, and of the accelerator in use. Gives a function that says whether any
+    random number was drawn since.
     """
     devices = [module for module in map(_random_device, ("cuda", "xpu", "npu", "hpu", "mps")) if module is not None]
     python, cpu, others = random.getstate(), torch.get_rng_state(), [module.get_rng_state() for module in devices]
     own = int.from_bytes(hashlib.sha256(f"{seed}, {number}".encode()).digest()[:8], "big") >> 1
     torch.manual_seed(own)
     random.seed(own)
+    begin = random.getstate(), [torch.get_rng_state(), *(module.get_rng_state() for module in devices)]
+
+    def has_drawn() -> bool:
+        now = [torch.get_rng_state(), *(module.get_rng_state() for module in devices)]
+        return random.getstate() != begin[0] or any(not torch.equal(a, b) for a, b in zip(now, begin[1], strict=True))
+
     try:
-        yield
+        yield has_drawn
     finally:
         random.setstate(python)
         torch.set_rng_state(cpu)

@@ -24,6 +24,7 @@ from transformers import Trainer
 from mars_dist.integrations import trainer as registered
 from mars_dist.integrations.exact_accelerate import engine_for
 from mars_dist.integrations.exact_loop import masks_of
+from mars_dist.integrations.exact_model import statistics_kept
 
 Update = tuple[list[Any], Any]  # its micro-batches, and the number of items in them
 
@@ -88,7 +89,7 @@ class ExactTrainer(Trainer):
         self._looking, self._number = True, 0
         engine.zero_grad()
         try:
-            with engine.aside():
+            with engine.aside(), statistics_kept(engine.model):
                 for i, inputs in enumerate(batches):
                     with engine.micro_batch(i == len(batches) - 1):
                         # Trainer may take tensors out of what it is given: a batch is used twice here.
