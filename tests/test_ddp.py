@@ -27,7 +27,9 @@ ENGINES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(
-    scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)], ids=["2ranks", "3ranks", "4ranks"]
+    scope="module",
+    params=[pytest.param(size, marks=[] if size == 3 else pytest.mark.slow) for size in (2, 3, 4)],
+    ids=["2ranks", "3ranks", "4ranks"],
 )
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     pool = RankPool(request.param)
