@@ -136,6 +136,7 @@ class ExactMode(Generic[MicroBatch]):
                 # A new loop over further data goes on only where load_state_dict() says so.
                 self._goes_on = False
                 passes = self._ordinary(present, first)
+                self._engine.mars.next_batch()
                 yield passes
                 passes.close()  # left early, it would keep what it has set around a pass
                 present = ahead

@@ -331,6 +331,10 @@ class MARS(SavedOptimizer):
         """Exact mode: the step that comes has no h, whatever was kept: its data begins anew."""
         self._previous.forget(self)
 
+    def next_batch(self) -> None:
+        """Exact mode: a batch begins, in which every tensor takes one step. ExactMode says so; a second is an error."""
+        self._previous.next_batch()
+
     def _keep(self, joined: list[tuple[Tensor, Shard]]) -> None:
         shards = [shard for _, shard in joined]
         finite = all_finite(shards) if shards and self.settings.skip_nonfinite else None

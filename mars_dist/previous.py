@@ -33,9 +33,15 @@ PREVIOUS, NEXT = "prev_grad", "next_prev_grad"
 TRIED, UNTRIED, EXCUSED = "tried", "untried", "excused"
 
 NOT_LOOKED = (
-    "MARS in exact mode (is_approx=False): step() was called twice with the same previous gradient. For each step take "
-    "the gradient of the next batch at the point before it: mars_dist.exact.ExactMode does that in any loop, and "
-    "optimizer.looking_ahead() is what it is made of (as are update_previous_grad() and update_last_grad())."
+    "MARS in exact mode (is_approx=False): no gradient of this batch at the point before was taken since the last step "
+    "(or step() was called twice with the same previous gradient). Each step needs one: iterate over "
+    "mars_dist.ExactMode(optimizer, micro_batches, gradient), which takes it in any loop."
+)
+
+
+STEPPED_TWICE = (
+    "MARS in exact mode: step() was called twice for one batch of ExactMode. The second call would take the gradient "
+    "of the batch that comes for that of this one: call step() once for each batch."
 )
 
 
@@ -49,6 +55,12 @@ class Previous:
         self._lacks: dict[int, str] = {}
         self._spare: dict[int, Tensor] = {}
         self._told = 0
+        self._batch = 0  # of those that ExactMode has handed out; 0: nobody counts them
+        self._stepped: dict[int, int] = {}  # the batch in which a tensor was stepped last
+
+    def next_batch(self) -> None:
+        """ExactMode hands out a batch: one step belongs to it."""
+        self._batch += 1
 
     @contextlib.contextmanager
     def look(self, optimizer: Optimizer) -> Iterator[None]:
@@ -87,8 +99,11 @@ class Previous:
             stepped: each tensor that is stepped, its states, and its gradient.
 
         Raises:
-            RuntimeError: when nobody has looked ahead.
+            RuntimeError: when nobody has looked ahead, or for a second step in one batch of ExactMode.
         """
+        if self._batch and any(self._stepped.get(id(p)) == self._batch for p, _, _ in stepped):
+            raise RuntimeError(STEPPED_TWICE)
+        self._stepped |= dict.fromkeys((id(p) for p, _, _ in stepped), self._batch)
         lacking = [(p, s, grad) for p, s, grad in stepped if id(p) in self._lacks and PREVIOUS in s]
         if any(self._lacks[id(p)] == UNTRIED and self._advanced[id(p)] == self._looks for p, _, _ in lacking):
             raise RuntimeError(NOT_LOOKED)

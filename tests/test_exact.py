@@ -205,7 +205,7 @@ def test_without_looking_ahead_the_second_step_is_an_error() -> None:
     optimizer = MARS([p], is_approx=False)
     p.grad = torch.ones_like(p)
     optimizer.step()
-    with pytest.raises(RuntimeError, match=r"twice with the same previous gradient.*mars_dist\.exact\.ExactMode"):
+    with pytest.raises(RuntimeError, match=r"twice with the same previous gradient.*mars_dist\.ExactMode"):
         optimizer.step()
     optimizer.forget_previous()
     optimizer.step()
@@ -427,3 +427,19 @@ def test_an_accumulation_that_is_not_the_engines_is_refused() -> None:
         ExactMode(optimizer, [], lambda x: None, **keywords)
     ExactMode(optimizer, [], lambda x: None, accumulation=2, **keywords)
     accelerator.free_memory()
+
+
+def test_a_second_step_in_one_batch_is_an_error() -> None:
+    """It would take the gradient of the batch that comes for h of this one."""
+    net = nn.Linear(3, 3)
+    optimizer = MARS(net.parameters(), lr=1e-2, lr_1d=1e-2, is_approx=False)
+
+    def gradient(x: Tensor) -> None:
+        net(x).sum().backward()
+
+    with pytest.raises(RuntimeError, match="step\\(\\) was called twice for one batch"):
+        for batch in ExactMode(optimizer, [torch.ones(2, 3)] * 4, gradient):
+            for x in batch:
+                gradient(x)
+            optimizer.step()
+            optimizer.step()

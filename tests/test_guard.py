@@ -209,3 +209,19 @@ def test_keys_that_are_off_say_nothing() -> None:
     }
     assert [*refused(off)] == [*warned(off)] == []
     assert "some_new_key" not in " ".join(unknown(off))
+
+
+def test_a_matrix_variant_on_embeddings_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A file knows no layers; groups of ``param_groups`` have none of them under the matrix rule."""
+    from mars_dist import MARS, param_groups
+    from mars_dist.integrations.deepspeed import guard
+
+    net = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 3))
+    for params, told in ((list(net.parameters()), 1), (param_groups(net, "mars-m"), 0)):
+        caplog.clear()
+        guard._say_what_is_orthogonalised(net, MARS(params, lr=1e-3, lr_1d=1e-3, mars_type="mars-m"))
+        assert (
+            len([m for m in caplog.messages if "orthogonalises 1 embeddings or Conv1D weights (0, ...)" in m]) == told
+        )
+    guard._say_what_is_orthogonalised(net, MARS(net.parameters(), lr=1e-3, lr_1d=1e-3))
+    assert not [m for m in caplog.messages if "orthogonalises" in m]

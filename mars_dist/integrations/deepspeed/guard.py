@@ -15,11 +15,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from mars_dist.integrations.deepspeed import NAMES, nvme
 from mars_dist.integrations.deepspeed.features import OFFLOAD, as_given, lookup, refused, unknown, warned
 from mars_dist.integrations.deepspeed.parallel import faults
 from mars_dist.optimizer import MARS
 from mars_dist.sharding.locate import trainable_only
+from mars_dist.tables import shapes_and_rules
 from mars_dist.versions import missing_hook
 
 logger = logging.getLogger("mars_dist")
@@ -90,12 +93,39 @@ def _when_it_takes_the_optimizer(original: Callable[..., Any], engine: Any, opti
                 logger.warning("%s %s: %s", feature.key, as_given(config, feature.key), feature.reason)
             for key in unknown(config):
                 logger.warning("%s = %r: mars_dist was not tested with this key", key, lookup(config, key))
+            _say_what_is_orthogonalised(engine.module, optimizer)
         # DeepSpeed makes its flats of exactly these, right after this call.
         parameters = [("", p) for group in optimizer.param_groups for p in group["params"]]
         setattr(engine, EXPECTED, len(trainable_only(parameters)))
         if engine.zero_optimization_stage() == 0:  # every rank holds everything
             optimizer.attach(engine.module, engine.seq_data_parallel_group)
     return original(engine, optimizer)
+
+
+def _say_what_is_orthogonalised(model: nn.Module, optimizer: MARS) -> None:
+    """A file knows nothing of layers: under a matrix variant embeddings and Conv1D weights are matrices as well."""
+    taking = {
+        id(p): group["fan_in_fan_out"]
+        for group in optimizer.param_groups
+        for p, _, rule in shapes_and_rules(group, optimizer.settings)
+        if rule.whole_matrix
+    }
+    unsuited = []
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        forms = [taking[id(p)] for p in module.parameters(recurse=False) if id(p) in taking]
+        if forms and ("Embedding" in kinds or "Conv1D" in kinds and not all(forms)):
+            unsuited.append(name)
+    if unsuited:
+        logger.warning(
+            "%s orthogonalises %d embeddings or Conv1D weights (%s, ...) as if they were (out, in) matrices. "
+            'mars_dist.param_groups(model, "%s", lr=...) knows them: give it to deepspeed.initialize as '
+            "model_parameters.",
+            optimizer.settings.mars_type,
+            len(unsuited),
+            ", ".join(unsuited[:2]),
+            optimizer.settings.mars_type,
+        )
 
 
 def _say_which_of_two(engine: Any, optimizer: Any) -> None:
