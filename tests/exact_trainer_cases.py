@@ -68,7 +68,12 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
 def names_of(mars: Any, model: nn.Module) -> dict[str, str]:
     """The Trainer gives its groups without names: those that MARS invents, and the model's own."""
     found = {id(p): name for name, p in model.named_parameters()}
-    return {name: found[id(ref())] for refs in mars._tables.originals.values() for name, ref in refs}
+    names = {}
+    for group, refs in zip(mars.param_groups, mars._tables.originals.values(), strict=True):
+        for i, (name, ref) in enumerate(refs):
+            # ZeRO puts flat tensors into the groups; FSDP2 and Accelerate put others there than MARS was made with.
+            names[name] = found.get(id(ref())) or found[id(group["params"][i])]
+    return names
 
 
 def groups_of(mars: Any, names: dict[str, str]) -> list[dict[str, Any]]:
