@@ -21,6 +21,7 @@ from tests.zero_cases import ZeroCase, parameters
 
 SETTINGS = {"gamma": 0.3, "clip": 0.1}
 ROWS = 44  # of the data of ``run``: 4 in a micro-batch over all ranks, 2 micro-batches in an update, the last one short
+SAVED = 4  # of 12 updates, 6 in an epoch
 
 
 class Model(nets.Net):
@@ -92,6 +93,7 @@ class Record(TrainerCallback):  # type: ignore[misc]
         self.trainer, self.model = trainer, model
         self.rates: list[float] = []
         self.calls: list[str] = []
+        self.passes: list[tuple[int, bool]] = []  # of each pass: its update, and whether it is a look-ahead
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.mars = mars_of(self.trainer.optimizer)
@@ -100,6 +102,7 @@ class Record(TrainerCallback):  # type: ignore[misc]
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             self.watcher.step = self.trainer.state.global_step + self.trainer._looking
+            self.passes.append((self.watcher.step, self.trainer._looking))
             return take(*args, **kwargs)
 
         self.trainer.training_step = watched  # type: ignore[method-assign]
@@ -112,21 +115,24 @@ class Record(TrainerCallback):  # type: ignore[misc]
         self.calls.append("end")
 
 
-def run(kind: str, folder: str, dropout: float = 0.0) -> dict[str, Any]:
-    """Two epochs under ``kind``: "one" process, "ddp", "fsdp2", "zero2" or "zero3"."""
+def run(kind: str, folder: str, dropout: float = 0.0, resume: bool = False) -> dict[str, Any]:
+    """Two epochs under ``kind``: "one" process, "ddp", "fsdp2", "zero2" or "zero3".
+
+    A checkpoint is saved after ``SAVED`` updates; ``resume``: from the one that is in ``folder``.
+    """
     trainer_cases.prepare()
     if kind == "fsdp2":
         cpu_fsdp.install()
     try:
         with trainer_cases.clean_environment():
-            return _run(kind, folder, dropout)
+            return _run(kind, folder, dropout, resume)
     finally:
         cpu_fsdp.remove()
 
 
-def _run(kind: str, folder: str, dropout: float) -> dict[str, Any]:
+def _run(kind: str, folder: str, dropout: float, resume: bool) -> dict[str, Any]:
     world = dist.get_world_size() if dist.is_initialized() else 1
-    more: dict[str, Any] = {"per_device_train_batch_size": 4 // world}
+    more: dict[str, Any] = {"per_device_train_batch_size": 4 // world, "save_strategy": "steps", "save_steps": SAVED}
     stage = int(kind[-1]) if kind.startswith("zero") else None
     if stage is not None:
         more["deepspeed"] = trainer_cases.configuration(trainer_cases.TrainerCase(zero=stage))
@@ -139,7 +145,7 @@ def _run(kind: str, folder: str, dropout: float) -> dict[str, Any]:
     trainer = ExactTrainer(model=model, args=args, train_dataset=data(ROWS))
     record = Record(trainer, model)
     trainer.add_callback(record)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=str(Path(folder) / f"checkpoint-{SAVED}") if resume else None)
     mars, names, wrapped = record.mars, record.names, trainer.model_wrapped
     both = record.watcher.gathered({key: start[name] for key, name in names.items()})
     if stage is not None:
@@ -164,7 +170,8 @@ def _run(kind: str, folder: str, dropout: float) -> dict[str, Any]:
         "hooks": record.watcher.hooks,
         "steps": trainer.state.global_step,
         "evaluations": trainer.gradient_evaluations,
-        "passes": len(model.masks),
+        "passes": record.passes,
+        "masks": [mask.numpy().tobytes() for mask in model.masks],
         "counters": (wrapped.global_steps, wrapped.skipped_steps) if stage is not None else None,
     }
     if stage is not None:

@@ -150,14 +150,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero2", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_on_two_ranks(pool: RankPool, alone: dict[str, Any], kind: str, tmp_path: Path) -> None:
-    results = pool.run(exact_trainer_cases.run, kind, str(tmp_path), timeout=200)
+    results = pool.run(exact_trainer_cases.run, kind, str(tmp_path), timeout=100)
+    resumed = pool.run(exact_trainer_cases.run, kind, str(tmp_path), 0.0, True, timeout=100)
     for result in results:
         assert tuple(result[key] for key in ("model", "optimizer", "zero", "engines")) == ACTIVE[kind]
         assert result["class"] is mars_dist.MARS
         assert result["rule_counts"] == alone["rule_counts"] == {"MARS-AdamW": nets.MATRICES, "AdamW": nets.VECTORS}
         # 11 micro-batches in an epoch, 2 in an update: 6 updates, the last one of 1; the first of an epoch has no h.
         assert result["steps"] == 12 and result["counts"] == [12] and result["calls"] == ["begin", "end"] * 12
-        assert result["evaluations"] == result["passes"] == 2 * 11 + 2 * 9
+        assert result["evaluations"] == len(result["passes"]) == len(result["masks"]) == 2 * 11 + 2 * 9
         assert result["hooks"] % 12 == 0 < result["hooks"] and result["counters"] in (None, (12, 0))
         assert result["rates"] == alone["rates"] and len(set(result["rates"])) > 5
         assert furthest(result["end"], results[0]["end"]) == 0.0
@@ -166,6 +167,7 @@ def test_on_two_ranks(pool: RankPool, alone: dict[str, Any], kind: str, tmp_path
     for those in ("gradients", "ahead"):  # of the first updates: the same batches, summed alike and clipped
         for one, other in zip(result[those][:3], alone[those][:3], strict=True):
             assert not one and not other or furthest(one, other) < 1e-5
+    assert all(sum(g.square().sum().item() for g in h.values()) ** 0.5 < 0.1 + 1e-6 for h in result["ahead"])
     reference = ReferenceMARS(result["start"], result["groups"], lr=1e-2, lr_1d=1e-2, is_approx=False, **SETTINGS)
     for t, gradient in enumerate(result["gradients"]):
         zeros = {name: torch.zeros_like(g) for name, g in gradient.items()}
@@ -173,3 +175,17 @@ def test_on_two_ranks(pool: RankPool, alone: dict[str, Any], kind: str, tmp_path
     assert furthest(reference.params, result["end"]) < 2e-6
     assert furthest(result["end"], alone["end"]) < 2e-5
     assert furthest(result["start"], result["end"]) > 1e-2
+    for again in resumed:
+        assert again["steps"] == 12 and [at for at, _ in again["passes"]][0] == exact_trainer_cases.SAVED + 1
+        assert furthest(again["end"], result["end"]) == 0.0, "the continued training is another one"
+
+
+@pytest.mark.timeout(240)
+def test_masks_on_two_ranks(pool: RankPool, tmp_path: Path) -> None:
+    for result in pool.run(exact_trainer_cases.run, "ddp", str(tmp_path), 0.5, timeout=100):
+        masks: dict[tuple[int, bool], list[bytes]] = {}
+        for one, mask in zip(result["passes"], result["masks"], strict=True):
+            masks.setdefault(one, []).append(mask)
+        assert all(masks[number, True] == masks[number, False] for number in range(12) if number % 6)
+        drawn = [mask for number in range(12) for mask in masks[number, False]]
+        assert len({hash(mask) for mask in drawn}) == len(drawn) == 22
