@@ -74,7 +74,8 @@ class ExactMode(Generic[MicroBatch]):
         scaler: the GradScaler of a loop in float16 that has one of its own.
         accelerator: of a loop under Accelerate. Leave out ``accelerator.accumulate()``: this object sets
             ``accelerator.sync_gradients``.
-        seed: of the masks; by default the one that ``torch.manual_seed`` was given.
+        seed: of the masks; by default the one that ``torch.manual_seed`` was given. As without this object ranks with
+            the same seed drop the same (which tensor parallelism needs): give data-parallel ranks seeds of their own.
 
     Raises:
         TypeError, ValueError: when the optimizer is not MARS in exact mode, or another ``accumulation`` was configured.

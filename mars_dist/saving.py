@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from mars_dist import states
 from mars_dist.config import GROUP_DEFAULTS, Default, Settings
 from mars_dist.one_state import GAMMA
-from mars_dist.previous import Previous
+from mars_dist.previous import NEXT, PREVIOUS, Previous
 from mars_dist.sharding.dtensor import copy_as
 from mars_dist.step import rule_of
 from mars_dist.tables import GROUP_ID, Tables, shapes_and_rules
@@ -23,29 +23,32 @@ from mars_dist.tables import GROUP_ID, Tables, shapes_and_rules
 logger = logging.getLogger("mars_dist")
 
 Groups = Iterable[dict[str, Any]]
+GRADIENTS = (PREVIOUS, NEXT)
 
 
 def complete_units(saved: dict[int, dict[str, Any]], groups: Groups, tables: Tables, settings: Settings) -> None:
     """Give all tensors of an FSDP1 unit with original parameters the same states in ``saved``, by position.
 
     torch's helpers demand that of them, and one dtype: zeros where a tensor has none, and the moments' dtype, in which
-    a gradient of 16 bits is exact.
+    a gradient of 16 bits is exact. Exact mode has ``next_prev_grad`` as well right after a step that was left out.
     """
     groups = list(groups)
     positions = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}
-    for p, keys in _in_units(groups, tables, settings):
+    in_units = list(_in_units(groups, tables, settings))
+    for p, keys in in_units:  # one set of keys for a unit
+        keys |= {NEXT} & saved.get(positions[id(p)], {}).keys()
+    for p, keys in in_units:
         state = saved.get(positions[id(p)])
         if state:
             zeros = {key: torch.zeros_like(state["exp_avg"]) for key in sorted(keys) if key not in state}
-            present = {k: v.to(state["exp_avg"].dtype) if k == "prev_grad" else v for k, v in state.items()}
+            present = {k: v.to(state["exp_avg"].dtype) if k in GRADIENTS else v for k, v in state.items()}
             saved[positions[id(p)]] = {**present, **zeros}
 
 
 def undo_units(loaded: Mapping[Tensor, dict[str, Any]], groups: Groups, tables: Tables, settings: Settings) -> None:
     """h in the parameter's dtype again, after ``complete_units``."""
     for p, _ in _in_units(groups, tables, settings):
-        if p in loaded and "prev_grad" in loaded[p]:
-            loaded[p]["prev_grad"] = loaded[p]["prev_grad"].to(p.dtype)
+        loaded.get(p, {}).update({k: v.to(p.dtype) for k, v in loaded.get(p, {}).items() if k in GRADIENTS})
 
 
 def _in_units(groups: Groups, tables: Tables, settings: Settings) -> Iterator[tuple[Tensor, set[str]]]:

@@ -6,10 +6,14 @@ name with the model's parameters confirms.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
+import types
+import unittest.mock
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +23,7 @@ from torch import Tensor, nn
 from tests import accelerate_cases, engine_cases, engine_nets, nets, zero_cases
 from tests.ddp_cases import messages
 from tests.engine_builders import BUILDERS
-from tests.zero_cases import ZeroCase
+from tests.zero_cases import Recorder, ZeroCase
 
 SETTINGS: dict[str, Any] = {
     **{"lr": 1e-2, "lr_1d": 4e-3, "weight_decay": 0.05, "clip": 0.1, "gamma": 0.3},
@@ -43,7 +47,10 @@ class Case:
         engine: "plain", "ddp", "fsdp1-original", "fsdp1-flat", "fsdp2", a name in ``MESHES``, "zero0" to "zero3", or
             "accelerate-" and a name in ``accelerate_cases``.
         params: goes to MARS beside ``SETTINGS``.
+        accumulation: micro-batches in a batch.
         clip: bound of the global norm, by the engine's own means.
+        dtype: "fp32", "bf16" or "fp16": DeepSpeed's blocks of these names.
+        offload: of the optimizer states, under DeepSpeed.
         config: further keys of a DeepSpeed configuration.
         broken: steps whose loss is infinite in the look-ahead ("ahead"), or in the ordinary pass ("present").
         scaler: a GradScaler is used (not with DeepSpeed, which has its own).
@@ -182,6 +189,9 @@ def plain(case: Case, net: nn.Module) -> Trained:
 def zero_case(case: Case) -> ZeroCase:
     stage = int(case.engine[-1])
     extra = {"train_micro_batch_size_per_gpu": BATCH // ranks()[1] // case.accumulation, **case.config}
+    if case.dtype == "fp16":
+        scale = {"initial_scale_power": 10, "loss_scale_window": 3, "hysteresis": 1}
+        extra["fp16"] = {"enabled": True, **scale, **case.config.get("fp16", {})}
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_min_lr": 5e-3}}
     return ZeroCase(
         stage,
@@ -194,6 +204,15 @@ def zero_case(case: Case) -> ZeroCase:
     )
 
 
+@contextlib.contextmanager
+def float16_on_any_cpu() -> Iterator[None]:
+    """DeepSpeed takes float16 only on CPUs that are fast with it; torch computes the same on the others."""
+    from deepspeed.accelerator import get_accelerator
+
+    with unittest.mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
+        yield
+
+
 def deepspeed(case: Case, net: nn.Module) -> Trained:
     """A DeepSpeed engine, stepped with each micro-batch as its documentation shows."""
     import deepspeed as ds
@@ -201,14 +220,17 @@ def deepspeed(case: Case, net: nn.Module) -> Trained:
     ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled for minutes
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     zero = zero_case(case)
-    engine, wrapper, *_ = ds.initialize(model=net, config=zero_cases.config(zero), optimizer=mars_for(net, case))
+    with float16_on_any_cpu():
+        engine, wrapper, *_ = ds.initialize(model=net, config=zero_cases.config(zero), optimizer=mars_for(net, case))
     mars = engine.basic_optimizer
 
     def backward(loss: Tensor) -> None:
         engine.backward(loss)
         engine.step()
 
-    facts = {"type": type(wrapper).__name__, "stage": engine.zero_optimization_stage()}
+    facts = {"type": type(wrapper).__name__, "stage": engine.zero_optimization_stage(), "scale": None}
+    if case.dtype == "fp16":
+        facts |= {"scale": lambda: float(wrapper.cur_scale if zero.stage == 0 else wrapper.loss_scale)}
     keywords = {"accumulation": case.accumulation}
     end = lambda: zero_cases.parameters(net, engine, zero)  # noqa: E731
     if case.dtype == "fp16":
@@ -257,13 +279,14 @@ def setup(case: Case, net: nn.Module) -> Trained:
 
 
 class Watcher:
-    """Keeps what reaches MARS in both passes, and counts the calls of ``step()`` that hooks are told of."""
+    """Keeps what reaches MARS in both passes, the calls of ``step()`` that hooks are told of, and its collectives."""
 
     def __init__(self, mars: Any) -> None:
         self.mars, self.step = mars, 0
         self.pieces: dict[tuple[bool, int], list[tuple[str, Any, Tensor]]] = defaultdict(list)
         self.hooks = 0
-        read = mars._shards
+        self.collectives: list[tuple[bool, int]] = []  # of each call: whether it looked ahead, and how many
+        read, take = mars._shards, mars.step
 
         def watched() -> Any:
             joined = read()
@@ -276,6 +299,17 @@ class Watcher:
                     self.pieces[mars._previous.looking, self.step].append((engine_cases.clean(s.name), where, piece))
             return joined
 
+        def counted(mars: Any, *args: Any) -> Any:
+            calls: list[tuple[str, int]] = []
+            with contextlib.ExitStack() as stack:
+                for name in zero_cases.COLLECTIVES:
+                    function = Recorder._counted(name, getattr(dist, name), calls)
+                    stack.enter_context(unittest.mock.patch.object(dist, name, function))
+                out = take(*args)
+            self.collectives.append((mars._previous.looking, len(calls)))
+            return out
+
+        mars.step = types.MethodType(counted, mars)  # some schedulers want a method
         mars._shards = watched
         mars.register_step_post_hook(self._count)
 
@@ -304,6 +338,41 @@ class Watcher:
         return out
 
 
+def broken(loss: Tensor, case: Case, which: str, step: int) -> Tensor:
+    """One rank sees the overflow; the others must hear of it."""
+    rank, world = ranks()
+    return loss * float("inf") if (which, step) in case.broken and rank == world - 1 else loss
+
+
+def counters(engine: Any) -> tuple[int, ...] | None:
+    """What DeepSpeed's engine counts."""
+    if engine is None:
+        return None
+    return engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps
+
+
+def run_approximate(case: Case) -> dict[str, Any]:
+    """The same loop without a look-ahead: what an engine counts then."""
+    net = build(case.net)
+    ready = setup(replace(case, params={**case.params, "is_approx": True}), net)
+    watcher = Watcher(ready.mars)
+    rates, scales = [], []
+    for step, j, tokens, targets in micro_batches(range(case.steps), case.accumulation):
+        if j == 0:
+            rates.append([group["lr"] for group in ready.mars.param_groups])
+        ready.backward(broken(ready.model(tokens, targets), case, "present", step))
+        if j == case.accumulation - 1:
+            ready.step()
+            scale = ready.facts.get("scale")
+            scales.append(scale() if scale is not None else None)
+    result = {"rates": rates, "scales": scales, "hooks": watcher.hooks, "collectives": watcher.collectives}
+    result["counters"] = counters(ready.engine)
+    if ready.engine is not None:
+        ready.engine.destroy()
+    ready.facts.get("finish", lambda: None)()
+    return result
+
+
 def run(case: Case) -> dict[str, Any]:
     """Train ``case.steps`` steps, and what came of it."""
     from mars_dist.exact import ExactMode
@@ -314,6 +383,7 @@ def run(case: Case) -> dict[str, Any]:
     with messages() as texts:
         ready = setup(case, net)
         watcher = Watcher(ready.mars)
+        torch.manual_seed(1000 + ranks()[0])  # each rank drops what it likes
         masks: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         ordinary: list[int] = []
         passes: list[tuple[int, int]] = []
@@ -326,7 +396,7 @@ def run(case: Case) -> dict[str, Any]:
                 masks[step, j].append(net.masks[-1])
             passes.append((step, j))
             which = "present" if ordinary and ordinary[-1] == step else "ahead"
-            ready.backward(loss * float("inf") if (which, step) in case.broken else loss)
+            ready.backward(broken(loss, case, which, step))
 
         data = micro_batches(range(case.steps), case.accumulation, ready.share)
         exact = ExactMode(ready.optimizer, data, gradient, **ready.keywords)
@@ -356,6 +426,7 @@ def run(case: Case) -> dict[str, Any]:
         "rates": rates,
         "scales": scales,
         "hooks": watcher.hooks,
+        "collectives": watcher.collectives,
         "messages": texts,
         "rule_counts": ready.mars.rule_counts(),
         "engines": ready.mars.engines(),
@@ -370,22 +441,12 @@ def run(case: Case) -> dict[str, Any]:
             )
         ],
         "facts": {k: v for k, v in ready.facts.items() if not callable(v)},
-        "counters": None
-        if engine is None
-        else (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps),
+        "counters": counters(engine),
     }
     if engine is not None:
         engine.destroy()
     ready.facts.get("finish", lambda: None)()
     return result
-
-
-def run_in_16_bits(case: Case) -> dict[str, Any]:
-    """``run`` where DeepSpeed takes fp16 on a CPU."""
-    from tests.compatibility.precision_training import every_precision
-
-    with every_precision():
-        return run(case)
 
 
 def pipeline(case: ZeroCase) -> str:
@@ -457,3 +518,49 @@ def left_early(case: Case) -> dict[str, Any]:
     else:
         ready.engine.destroy()
     return result
+
+
+def saved_after_a_skipped_step(case: Case) -> dict[str, Any]:
+    """A training whose third step is left out, and the same one that goes on from what torch's helper saved then."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    from mars_dist.exact import ExactMode
+
+    ends, keys, engines = [], [], []
+    for saves in (False, True):
+        net = build(case.net).to(torch.bfloat16 if case.dtype == "bf16" else torch.float32)
+        ready = plain(case, net)
+
+        def gradient(micro_batch: MicroBatch, ready: Trained = ready) -> None:
+            ready.backward(ready.model(*micro_batch[2:]))
+
+        data = list(micro_batches(range(case.steps), case.accumulation))
+        exact = ExactMode(ready.mars, data, gradient, **ready.keywords)
+        for number, batch in enumerate(exact):
+            for micro_batch in batch:
+                gradient(micro_batch)
+            if number != 2:
+                ready.step()
+                continue
+            ready.mars.zero_grad()
+            if saves:
+                break
+        if saves:
+            saved = copy.deepcopy(get_optimizer_state_dict(ready.model, ready.mars))
+            keys = sorted({",".join(sorted(state)) for state in saved["state"].values()})
+            position = exact.state_dict()
+            mars = mars_for(ready.model, case)
+            mars.attach(ready.model)
+            set_optimizer_state_dict(ready.model, mars, saved)
+            ready.mars = mars
+            exact = ExactMode(mars, data[position["handed_out"] :], gradient, **ready.keywords)
+            exact.load_state_dict(position)
+            for batch in exact:
+                for micro_batch in batch:
+                    gradient(micro_batch)
+                mars.step()
+                mars.zero_grad()
+        ends.append([p.detach().clone() for p in ready.model.parameters()])
+        engines.append((type(ready.model).__name__, ready.mars.engines()))
+    pairs = zip(*ends, strict=True)
+    return {"equal": all(torch.equal(a, b) for a, b in pairs), "keys": keys, "engines": engines}

@@ -58,7 +58,7 @@ def test_golden(name: str, dtype: torch.dtype) -> None:
     assert {rule: count for rule, count in optimizer.rule_counts().items() if count} == case.rules
 
 
-def by_hand(steps: int, accumulation: int = 1, **settings: Any) -> dict[str, Tensor]:
+def by_hand(steps: int, **settings: Any) -> dict[str, Tensor]:
     """Exact mode written out in float64: h is the gradient of the batch at the point before its step."""
     net = nets.build().double()
     model = ReferenceMARS({n: p.detach().clone() for n, p in net.named_parameters()}, **settings)

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
 
+import mars_dist
 from mars_dist.integrations.exact_loop import mars_of
 from mars_dist.integrations.exact_trainer import ExactTrainer
-from tests import nets, trainer_cases
+from tests import exact_trainer_cases, nets
 from tests.exact_cases import Watcher
+from tests.exact_trainer_cases import SETTINGS, Model, arguments, data, groups_of, names_of
 from tests.ranks import RankPool
 from tests.reference import ReferenceMARS
 from tests.test_engines import furthest
 
-SETTINGS = {"gamma": 0.3, "clip": 0.1}
 ROWS = 22  # of the data: with 4 in an update the last one of an epoch is short
-
-
-class Model(nets.Net):
-    """Gives the Trainer a dictionary; drops half of one layer and keeps the masks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.masks: list[Tensor] = []
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        x = self.norm(torch.tanh(self.linear(self.embedding(tokens))))
-        mask = nn.functional.dropout(torch.ones_like(x), 0.5, self.training)
-        self.masks.append(mask.detach().clone())
-        x = x * mask + torch.tanh(self.narrow(x)) @ self.gain + self.shift
-        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
-
-
-def data() -> list[dict[str, Tensor]]:
-    tokens, targets = nets.batch(0, ROWS)
-    return [{"tokens": t, "labels": u} for t, u in zip(tokens, targets, strict=True)]
 
 
 class Rates(TrainerCallback):  # type: ignore[misc]
@@ -59,31 +41,10 @@ class Rates(TrainerCallback):  # type: ignore[misc]
         self.calls.append("end")
 
 
-def arguments(folder: Path, **more: Any) -> TrainingArguments:
-    options: dict[str, Any] = {
-        "optim": "mars_adamw",
-        "optim_args": "is_approx=False," + ",".join(f"{k}={v}" for k, v in SETTINGS.items()),
-        "learning_rate": 1e-2,
-        "weight_decay": 0.05,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "num_train_epochs": 2,
-        "max_grad_norm": 0.1,
-        "warmup_steps": 2,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "logging_strategy": "no",
-        **more,
-    }
-    return TrainingArguments(output_dir=str(folder), **options)
-
-
 def trainer(folder: Path, **more: Any) -> tuple[ExactTrainer, Model, Rates]:
     torch.manual_seed(3)
     model, rates = Model(), Rates()
-    made = ExactTrainer(model=model, args=arguments(folder, **more), train_dataset=data(), callbacks=[rates])
+    made = ExactTrainer(model=model, args=arguments(folder, **more), train_dataset=data(ROWS), callbacks=[rates])
     return made, model, rates
 
 
@@ -103,12 +64,7 @@ def test_replay_masks_and_what_callbacks_are_told(tmp_path: Path) -> None:
 
     made.training_step = watched  # type: ignore[method-assign]
     made.train()
-    found = {id(p): name for name, p in model.named_parameters()}
-    names = {  # the Trainer gives its groups without names
-        f"group {g}, parameter {i}": found[id(p)]
-        for g, group in enumerate(mars.param_groups)
-        for i, p in enumerate(group["params"])
-    }
+    names = names_of(mars, model)
     both_passes = watcher.gathered({key: start[name] for key, name in names.items()})
     gradients, ahead = ([{names[k]: g for k, g in one.items()} for one in those] for those in both_passes)
 
@@ -128,10 +84,7 @@ def test_replay_masks_and_what_callbacks_are_told(tmp_path: Path) -> None:
     first = [used[0].numpy().tobytes() for _, used in masks.values()]
     assert len(set(first)) == 12
 
-    groups = [
-        {"names": [found[id(p)] for p in g["params"]], **{k: g[k] for k in ("weight_decay", "weight_decay_1d")}}
-        for g in mars.param_groups
-    ]
+    groups = groups_of(mars, names)
     assert [g["weight_decay"] for g in groups] == [0.05, 0.0]
     reference = ReferenceMARS(start, groups, lr=1e-2, lr_1d=1e-2, is_approx=False, **SETTINGS)
     for t, gradient in enumerate(gradients):
@@ -159,66 +112,80 @@ def test_resumed_is_uninterrupted_bit_by_bit(at: int, tmp_path: Path) -> None:
 
 
 def test_an_ordinary_trainer_says_what_to_take(tmp_path: Path) -> None:
-    made = Trainer(model=Model(), args=arguments(tmp_path), train_dataset=data())
+    made = Trainer(model=Model(), args=arguments(tmp_path), train_dataset=data(ROWS))
     with pytest.raises(RuntimeError, match=r"is_approx=False.*exact_trainer\.ExactTrainer in its place"):
         made.train()
 
 
 def test_without_exact_mode_it_says_so(tmp_path: Path) -> None:
-    made = ExactTrainer(model=Model(), args=arguments(tmp_path, optim_args="gamma=0.3"), train_dataset=data())
+    made = ExactTrainer(model=Model(), args=arguments(tmp_path, optim_args="gamma=0.3"), train_dataset=data(ROWS))
     with pytest.raises(ValueError, match="is_approx=False"):
         made.train()
 
 
-class Plain(nets.Net):
-    """Gives the Trainer a dictionary."""
+# ------------------------------------------------------------------------------------------------- several processes
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        return {"loss": super().forward(tokens, labels)}
-
-
-def trained(zero: int | None, folder: str) -> dict[str, Any]:
-    """Two epochs of 6 updates, on each rank its part of the same batches."""
-    trainer_cases.prepare()
-    case = trainer_cases.TrainerCase(zero=zero, accumulation=2)
-    more = {"deepspeed": trainer_cases.configuration(case)} if zero is not None else {}
-    more |= {"per_device_train_batch_size": 4 // trainer_cases.world_size()}
-    tokens, labels = nets.batch(0, 48)
-    rows = [{"tokens": t, "labels": u} for t, u in zip(tokens, labels, strict=True)]
-    with trainer_cases.clean_environment():
-        torch.manual_seed(3)
-        net = Plain()
-        made = ExactTrainer(model=net, args=arguments(Path(folder), **more), train_dataset=rows)
-        made.train()
-        mars = trainer_cases.inside(made.optimizer)
-        out = {
-            "end": trainer_cases.values(net, case),
-            "evaluations": made.gradient_evaluations,
-            "updates": {made.state.global_step, *(int(s["step"]) for s in mars.state.values() if "step" in s)},
-            "rule_counts": mars.rule_counts(),
-            "ran": (type(made.model_wrapped).__name__, mars.engines()),
-        }
-        if zero is not None:
-            out["updates"] |= {made.model_wrapped.global_steps}
-            made.model_wrapped.destroy()
-    return out
+STAGE3 = ("DeepSpeedEngine", "DeepSpeedOptimizerWrapper", "DeepSpeedZeroOptimizer_Stage3", {"ZeRO-3"})
+ACTIVE = {
+    "ddp": ("DistributedDataParallel", "AcceleratedOptimizer", "MARS", {"whole tensors"}),
+    "fsdp2": ("FSDPModel", "AcceleratedOptimizer", "MARS", {"DTensor (Shard(dim=0),)"}),
+    "zero2": ("DeepSpeedEngine", "DeepSpeedOptimizerWrapper", "DeepSpeedZeroOptimizer", {"ZeRO-1/2"}),
+    "zero3": STAGE3,
+}
 
 
-@pytest.mark.timeout(300)
-def test_ddp_and_deepspeed_give_the_numbers_of_one_process(tmp_path: Path) -> None:
-    ran = {
-        None: ("DistributedDataParallel", {"whole tensors"}),
-        2: ("DeepSpeedEngine", {"ZeRO-1/2"}),
-        3: ("DeepSpeedEngine", {"ZeRO-3"}),
-    }
-    alone = trained(None, str(tmp_path))
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
     pool = RankPool(2)
-    try:
-        for zero, expected in ran.items():
-            for result in pool.run(trained, zero, str(tmp_path), timeout=200):
-                assert result["ran"] == expected and result["updates"] == {12}
-                assert result["evaluations"] == alone["evaluations"] == 2 * (12 + 10)
-                assert result["rule_counts"] == {"MARS-AdamW": nets.MATRICES, "AdamW": nets.VECTORS}
-                assert furthest(result["end"], alone["end"]) < 2e-5
-    finally:
-        pool.close()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same global batches on one process."""
+    return exact_trainer_cases.run("one", str(tmp_path_factory.mktemp("alone")))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_on_two_ranks(pool: RankPool, alone: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    results = pool.run(exact_trainer_cases.run, kind, str(tmp_path), timeout=100)
+    resumed = pool.run(exact_trainer_cases.run, kind, str(tmp_path), 0.0, True, timeout=100)
+    for result in results:
+        assert tuple(result[key] for key in ("model", "optimizer", "zero", "engines")) == ACTIVE[kind]
+        assert result["class"] is mars_dist.MARS
+        assert result["rule_counts"] == alone["rule_counts"] == {"MARS-AdamW": nets.MATRICES, "AdamW": nets.VECTORS}
+        # 11 micro-batches in an epoch, 2 in an update: 6 updates, the last one of 1; the first of an epoch has no h.
+        assert result["steps"] == 12 and result["counts"] == [12] and result["calls"] == ["begin", "end"] * 12
+        assert result["evaluations"] == len(result["passes"]) == len(result["masks"]) == 2 * 11 + 2 * 9
+        assert result["hooks"] % 12 == 0 < result["hooks"] and result["counters"] in (None, (12, 0))
+        assert result["rates"] == alone["rates"] and len(set(result["rates"])) > 5
+        assert furthest(result["end"], results[0]["end"]) == 0.0
+    result = results[0]
+    assert [bool(h) for h in result["ahead"]] == ([False] + [True] * 5) * 2
+    for those in ("gradients", "ahead"):  # of the first updates: the same batches, summed alike and clipped
+        for one, other in zip(result[those][:3], alone[those][:3], strict=True):
+            assert not one and not other or furthest(one, other) < 1e-5
+    assert all(sum(g.square().sum().item() for g in h.values()) ** 0.5 < 0.1 + 1e-6 for h in result["ahead"])
+    reference = ReferenceMARS(result["start"], result["groups"], lr=1e-2, lr_1d=1e-2, is_approx=False, **SETTINGS)
+    for t, gradient in enumerate(result["gradients"]):
+        zeros = {name: torch.zeros_like(g) for name, g in gradient.items()}
+        reference.step(gradient, lr=result["rates"][t], previous=result["ahead"][t] or zeros if t else None)
+    assert furthest(reference.params, result["end"]) < 2e-6
+    assert furthest(result["end"], alone["end"]) < 2e-5
+    assert furthest(result["start"], result["end"]) > 1e-2
+    for again in resumed:
+        assert again["steps"] == 12 and [at for at, _ in again["passes"]][0] == exact_trainer_cases.SAVED + 1
+        assert furthest(again["end"], result["end"]) == 0.0, "the continued training is another one"
+
+
+@pytest.mark.timeout(240)
+def test_masks_on_two_ranks(pool: RankPool, tmp_path: Path) -> None:
+    for result in pool.run(exact_trainer_cases.run, "ddp", str(tmp_path), 0.5, timeout=100):
+        masks: dict[tuple[int, bool], list[bytes]] = {}
+        for one, mask in zip(result["passes"], result["masks"], strict=True):
+            masks.setdefault(one, []).append(mask)
+        assert all(masks[number, True] == masks[number, False] for number in range(12) if number % 6)
+        drawn = [mask for number in range(12) for mask in masks[number, False]]
+        assert len({hash(mask) for mask in drawn}) == len(drawn) == 22

@@ -270,7 +270,7 @@ def parameters(net: torch.nn.Module, engine: Any, case: ZeroCase) -> dict[str, T
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
-    if case.stage == 0 and case.dtype == "bf16":
+    if case.stage == 0 and case.dtype != "fp32":
         masters = [t for group in engine.optimizer.fp32_groups for t in group]
         models = [t for group in engine.optimizer.fp16_groups for t in group]
         by_id = {id(m): master for m, master in zip(models, masters, strict=True)}
@@ -279,9 +279,10 @@ def parameters(net: torch.nn.Module, engine: Any, case: ZeroCase) -> dict[str, T
     for name, p in net.named_parameters():
         with deepspeed.zero.GatheredParameters([p], enabled=case.stage == 3):
             value = p.detach().double().clone()
-        if case.dtype == "bf16":
+        if case.dtype != "fp32":
             master = safe_get_full_fp32_param(p).double()
-            assert torch.equal(master.bfloat16().double(), value), f"{name}: the model does not compute with the master"
+            same = torch.equal(master.to(p.dtype).double(), value)
+            assert same, f"{name}: the model does not compute with the master"
             value = master
         out[name] = value.cpu()
     return out

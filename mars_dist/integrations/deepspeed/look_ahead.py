@@ -65,13 +65,9 @@ class DeepSpeed:
         engine, wrapper = self.engine, self.engine.optimizer
         if engine.gradient_clipping() > 0.0 and wrapper is self.mars:
             engine.clip_fp32_gradients()
-        scales = [getattr(wrapper, name) for name in SCALES if hasattr(wrapper, name)]
-        before = [(scale, dict(vars(scale))) for scale in scales if scale is not None]
         noted = {name: getattr(wrapper, name) for name in NOTED if hasattr(wrapper, name)}
-        with self.mars.looking_ahead():
+        with _unmoved(wrapper), self.mars.looking_ahead():
             wrapper.step()
-        for scale, values in before:
-            vars(scale).update(values)
         for name, value in noted.items():
             setattr(wrapper, name, value)
 
@@ -96,6 +92,26 @@ class DeepSpeed:
         self.engine._is_gradient_accumulation_boundary = None
         if hasattr(self.engine.optimizer, "set_gradient_accumulation_boundary"):
             self.engine.optimizer.set_gradient_accumulation_boundary(self.engine.is_gradient_accumulation_boundary())
+
+
+@contextlib.contextmanager
+def _unmoved(wrapper: Any) -> Iterator[None]:
+    """The loss scale and its counters stay as they are.
+
+    Not only afterwards: ZeRO moves the scale BEFORE it divides by it, which would halve h where the scale grows, and
+    an overflow at the smallest scale would end the training.
+    """
+    scales = [getattr(wrapper, name) for name in SCALES if getattr(wrapper, name, None) is not None]
+    before = [(scale, dict(vars(scale))) for scale in scales]
+    for scale in scales:
+        if hasattr(scale, "update_scale"):
+            scale.update_scale = lambda overflow: None
+    try:
+        yield
+    finally:
+        for scale, values in before:
+            vars(scale).clear()
+            vars(scale).update(values)
 
 
 def _refusal(engine: Any) -> str:
