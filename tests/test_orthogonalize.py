@@ -383,3 +383,8 @@ def test_the_small_form_is_cheaper_wherever_it_is_taken() -> None:
             assert small <= plain
             if steps > 1:
                 assert small < plain
+
+
+def test_the_precision_of_the_iteration_follows_the_device() -> None:
+    for device, dtype in (("cpu", torch.float32), ("meta", torch.bfloat16)):
+        assert orthogonalize._precision(torch.empty(2, 2, device=device), None) == dtype

@@ -29,19 +29,29 @@ def engine_for(accelerator: Any, optimizer: Any, model: Any, before_step: Callab
     return Prepared(accelerator, optimizer, model, before_step)
 
 
-class Prepared(Loop):
+class SyncFlag:
+    """``accelerator.sync_gradients`` follows the place in the batch; what it stands before does the rest."""
+
+    accelerator: Any
+
+    @contextlib.contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        self.accelerator.sync_gradients = is_last
+        with super().micro_batch(is_last):  # type: ignore[misc]
+            yield
+
+    def close(self) -> None:
+        super().close()  # type: ignore[misc]
+        self.accelerator.sync_gradients = True
+
+
+class Prepared(SyncFlag, Loop):
     """DDP and FSDP, and one process, behind Accelerate."""
 
     def __init__(self, accelerator: Any, optimizer: Any, model: Any, before_step: Callable[[], Any] | None) -> None:
         prepared = getattr(accelerator, "_models", [])
         super().__init__(optimizer, prepared[0] if model is None and len(prepared) == 1 else model, before_step, None)
         self.accelerator = accelerator
-
-    @contextlib.contextmanager
-    def micro_batch(self, is_last: bool) -> Iterator[None]:
-        self.accelerator.sync_gradients = is_last
-        with super().micro_batch(is_last):
-            yield
 
     def keep(self) -> None:
         if self.before_step is not None:
@@ -59,24 +69,10 @@ class Prepared(Loop):
         self.mars.zero_grad()
         self._drop()
 
-    def close(self) -> None:
-        super().close()
-        self.accelerator.sync_gradients = True
 
-
-class PreparedDeepSpeed(DeepSpeed):
+class PreparedDeepSpeed(SyncFlag, DeepSpeed):
     """``accelerator.backward`` calls the engine's ``backward`` and ``step``."""
 
     def __init__(self, accelerator: Any, engine: Any) -> None:
         super().__init__(engine)
         self.accelerator = accelerator
-
-    @contextlib.contextmanager
-    def micro_batch(self, is_last: bool) -> Iterator[None]:
-        self.accelerator.sync_gradients = is_last
-        with super().micro_batch(is_last):
-            yield
-
-    def close(self) -> None:
-        super().close()
-        self.accelerator.sync_gradients = True
