@@ -70,9 +70,9 @@ LAUNCHED: list[Row] = [
     trained("fsdp2", "FSDP2", POOL),
     Row(
         TRAINER,
-        "exact mode: DDP, DeepSpeed ZeRO-2/3",
+        "exact mode: DDP, FSDP2, DeepSpeed ZeRO-2/3",
         POOL,
-        shown_by="tests/test_exact_trainer.py::test_ddp_and_deepspeed_give_the_numbers_of_one_process",
+        shown_by="tests/test_exact_trainer.py::test_on_two_ranks",
         variants=("mars-adamw",),
         ranks=(2,),
         note="by `mars_dist.integrations.exact_trainer.ExactTrainer`; compared with one process",
