@@ -21,6 +21,7 @@ from mars_dist.exact import ExactMode
 from mars_dist.integrations.deepspeed.launch import initialize, prepare_deepspeed, use_gpu
 from mars_dist.pretrain.data import encode, shakespeare
 from mars_dist.pretrain.tokenizer import END_OF_TEXT_ID, PADDED_VOCABULARY, gpt2_tokenizer
+from mars_dist.pretrain.world import leave_processes
 
 
 def config(args: argparse.Namespace) -> dict:
@@ -94,3 +95,4 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default="runs/exact", help="folder of what DeepSpeed keeps beside a run")
     train(parser.parse_args())
+    leave_processes()  # after the engine is gone

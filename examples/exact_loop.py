@@ -18,6 +18,7 @@ from mars_dist import MARS
 from mars_dist.exact import ExactMode
 from mars_dist.pretrain.data import encode, shakespeare
 from mars_dist.pretrain.tokenizer import END_OF_TEXT_ID, PADDED_VOCABULARY, gpt2_tokenizer
+from mars_dist.pretrain.world import leave_processes
 
 
 def build_model(args: argparse.Namespace) -> GPT2LMHeadModel:
@@ -66,8 +67,6 @@ def train(args: argparse.Namespace) -> None:
     if rank == 0:
         print(f"{type(net).__name__} on {ranks} processes; pieces: {sorted(optimizer.engines())}; ", end="")
         print(f"rules: {optimizer.rule_counts()}")
-    if several:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -83,3 +82,4 @@ if __name__ == "__main__":
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1)
     train(parser.parse_args())
+    leave_processes()  # after model and optimizer are gone
