@@ -33,15 +33,21 @@ def middle_stage(row: Row) -> list[ZeroCase]:
     return [c for c in row.cases if c.stage == 2 and all(replace(c, stage=s) in row.cases for s in (1, 3))]
 
 
+def other_precision(row: Row) -> list[ZeroCase]:
+    """Of the row's cases in both precisions those in bf16 at stages 1 and 2, and those in fp32 at stage 3."""
+    twins = [c for c in row.cases if all(replace(c, dtype=dtype) in row.cases for dtype in ("fp32", "bf16"))]
+    return [c for c in twins if (c.dtype == "bf16") == (c.stage in (1, 2)) and c.stage]
+
+
 def runs() -> Iterator[object]:
-    """In the default tier the largest number of ranks, of what runs at stages 1, 2 and 3 only 1 and 3, and two cases in
-    each row of matrix variants."""
+    """In the default tier the largest number of ranks, of what runs at stages 1, 2 and 3 only 1 and 3, of what runs in
+    both precisions one at each stage, and two cases in each row of matrix variants."""
     for size in (2, 3, 4):
         for row in ROWS:
-            middle = middle_stage(row)
+            left_out = middle_stage(row) + other_precision(row)
             for number, case in enumerate(row.cases if size in row.ranks else ()):
                 again = number > 1 and case.params.get("mars_type") in MATRIX_VARIANTS
-                marks = [pytest.mark.slow] if size < max(row.ranks) or again or case in middle else []
+                marks = [pytest.mark.slow] if size < max(row.ranks) or again or case in left_out else []
                 yield pytest.param(
                     row, case, size, id=f"{row.feature.replace('`', '')}-{case}-{size}ranks", marks=marks
                 )

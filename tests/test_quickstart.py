@@ -44,6 +44,7 @@ def test_training_through_the_launcher(name: str, tmp_path: Path, monkeypatch: p
     assert 'type": "MARS"' in config.read_text() or name == "adamw"
 
 
+@pytest.mark.slow  # the first command of the README is the same in full
 def test_the_quickstart_learns_from_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own command in small: 60 steps of `mars-dist train tiny` on two ranks under the launcher.
 

@@ -130,14 +130,11 @@ DISTRIBUTED = [
     TrainerCase(fsdp=True),
     TrainerCase(zero=2),
     TrainerCase(zero=3),
-    TrainerCase(zero=2, **BLOCK_ALONE),
     TrainerCase(zero=3, block={"params": {}}),
-    TrainerCase(zero=2, offload=True),
     TrainerCase(zero=2, offload=True, **BLOCK_ALONE),
     TrainerCase(optim="mars_m", optim_args=ALL, fsdp=True),
     TrainerCase(optim="mars_shampoo", optim_args=ALL, zero=2),
     TrainerCase(optim="mars_m", optim_args=ALL, zero=3),
-    TrainerCase(optim="mars_shampoo", optim_args=ALL),
 ]
 VARIANTS = [
     *(TrainerCase(optim=name, optim_args=ALL) for name in ("mars_lion", "mars_m")),
@@ -149,6 +146,9 @@ VARIANTS = [
     TrainerCase(optim="mars_lion", zero=3),
 ]
 REPEATED = [
+    TrainerCase(optim="mars_shampoo", optim_args=ALL),
+    TrainerCase(zero=2, offload=True),
+    TrainerCase(zero=2, **BLOCK_ALONE),
     TrainerCase(zero=3, **BLOCK_ALONE),
     TrainerCase(zero=2, block={"params": {}}),
     TrainerCase(zero=3, offload=True),
