@@ -4,17 +4,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mars_dist.checkpoint.asynchronous import Saver
     from mars_dist.checkpoint.folder import complete, latest, part, save, step_of, tidy
     from mars_dist.checkpoint.shares import my_share
     from mars_dist.checkpoint.tensors import Chunk, Reader
     from mars_dist.checkpoint.together import CheckpointError
 
-__all__ = ["CheckpointError", "Chunk", "Reader", "complete", "latest", "my_share", "part", "save", "step_of", "tidy"]
+__all__ = ["CheckpointError", "Chunk", "Reader", "Saver", "complete", "latest", "my_share", "part", "save", "step_of"]
+__all__ += ["tidy"]
 
 _LATER = {
     "CheckpointError": "together",
     "Chunk": "tensors",
     "Reader": "tensors",
+    "Saver": "asynchronous",
     "complete": "folder",
     "latest": "folder",
     "my_share": "shares",
