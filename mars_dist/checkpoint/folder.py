@@ -6,7 +6,6 @@ folder and, last, points ``latest`` to it. Whatever fails or is killed in betwee
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
@@ -22,6 +21,7 @@ from mars_dist import versions
 from mars_dist.checkpoint import manifest, tensors
 from mars_dist.checkpoint.attempt import attempt, everyones
 from mars_dist.checkpoint.manifest import Record
+from mars_dist.checkpoint.system import change_places
 from mars_dist.checkpoint.tensors import Chunk
 
 logger = logging.getLogger("mars_dist")
@@ -259,7 +259,7 @@ def _put_in_place(temporary: Path, final: Path) -> None:
     if not os.path.lexists(final):
         os.rename(temporary, final)
         return
-    if _change_places(temporary, final):
+    if change_places(temporary, final):
         _try_to_remove(temporary)
         return
     aside = final.with_name(f".{final.name}.aside")
@@ -271,12 +271,6 @@ def _put_in_place(temporary: Path, final: Path) -> None:
         os.rename(aside, final)
         raise
     _try_to_remove(aside)
-
-
-def _change_places(a: Path, b: Path) -> bool:
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    return renameat2 is not None and renameat2(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0
 
 
 def _point(folder: Path, name: str) -> None:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mars_dist.checkpoint.manifest import Record
+from mars_dist.checkpoint.system import start_writing
 
 TABLE = "mars_dist"  # the key of the table of chunks in a header's __metadata__
 FORMAT = 1
@@ -124,7 +125,8 @@ def write(path: Path, chunks: Iterable[Chunk], metadata: Mapping[str, str] | Non
                     block = data[begin : begin + BLOCK]
                     hashed.append(pool.submit(digest.update, block))
                     _write_all(descriptor, block)
-                size += len(data)
+                    start_writing(descriptor, size, len(block))
+                    size += len(block)
                 if not _is_plain(chunk.value):  # a copy: let go of it before the next one is made
                     for future in hashed:
                         future.result()
