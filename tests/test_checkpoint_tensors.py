@@ -310,9 +310,8 @@ def test_no_rank_writes_much_more_than_the_mean(tmp_path: Path, world_size: int)
     """GPT-2's shapes with the states of MARS; the files of a tiny one are written, the bytes of the others counted."""
 
     def chunks(size: str, device: str = "meta") -> list[Chunk]:
-        shapes = [
-            (f"{n}/{s}", shape) for n, shape in enumerate(gpt2_shapes(size)) for s in ("param", "exp_avg", "prev")
-        ]
+        states = ("param", "exp_avg", "prev_grad")
+        shapes = [(f"{n}/{state}", shape) for n, shape in enumerate(gpt2_shapes(size)) for state in states]
         steps = [whole(f"{n}/step", torch.tensor(1.0)) for n in range(len(shapes) // len(states))]
         return [whole(name, torch.zeros(shape, device=device)) for name, shape in shapes] + steps
 
