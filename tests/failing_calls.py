@@ -29,26 +29,31 @@ class Failing:
 
     Attributes:
         calls: the names of the calls that were made, the failing ones included.
+        paths: on what, from the folder.
     """
 
     def __init__(self, folder: Path, at: int, error: BaseException, for_ever: bool) -> None:
         self.folder, self.at, self.error, self.for_ever = str(folder), at, error, for_ever
         self.calls: list[str] = []
+        self.paths: list[str] = []
         self.readlink = os.readlink
 
-    def is_here(self, path: Any, directory: int | None) -> bool:
+    def here(self, path: Any, directory: int | None) -> str | None:
+        """The path of a file in the folder; None of another one."""
         try:
             if isinstance(path, int):
                 path, directory = self.readlink(f"/proc/self/fd/{path}"), None
             if directory is not None:
                 path = os.path.join(self.readlink(f"/proc/self/fd/{directory}"), os.fspath(path))
         except OSError:
-            return False
-        return os.path.abspath(path).startswith(self.folder)
+            return None
+        path = os.path.abspath(path)
+        return os.path.relpath(path, self.folder) if path.startswith(self.folder) else None
 
     def wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def checked(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.is_here(path, kwargs.get("dir_fd")):
+            if (relative := self.here(path, kwargs.get("dir_fd"))) is not None:
+                self.paths.append(relative)
                 number = len(self.calls)
                 self.calls.append(name)
                 if number == self.at or (self.for_ever and number > self.at and changes(name, args)):
