@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mars_dist.config import GROUP_DEFAULTS, SETTINGS_KEY, Default, Settings, check_group
+from mars_dist.config import GROUP_DEFAULTS, SETTINGS_KEY, Default, Settings, check_group, pair_of_betas
 from mars_dist.maths.absent import absent_like, is_wholly_absent
 from mars_dist.maths.rules import Rule
 from mars_dist.one_state import GAMMA, check_form
@@ -147,7 +147,7 @@ class Reader:
         group |= {"params": was["params"], GROUP_ID: was[GROUP_ID]}
         try:
             for name in ("betas", "betas_1d"):
-                group[name] = tuple(float(beta) for beta in group[name])  # some formats of files know lists only
+                group[name] = pair_of_betas(name, group[name])  # some formats of files know lists only
             check_group(group)
         except (TypeError, ValueError) as error:
             raise ValueError(f"parameter group {number}: {error}") from error
@@ -218,7 +218,11 @@ class Reader:
         settings: Settings,
         is_ours: bool,
     ) -> dict[str, Any]:
-        """Own copies of ``values`` that share memory with nobody, in the precision they were saved in."""
+        """Own copies of ``values`` that share memory with nobody.
+
+        h in the precision it was saved in; moments in that of states.py: where torch.optim kept them in 16 bits that is
+        exact, and float32 moments of 16-bit parameters stay.
+        """
         rules = self._tables.rules(group, p, settings)
         keys = set(values) if rules is None else {*needed(rules, group["amsgrad"], group["one_state"])}
         has_begun = values[STEP] > 0
@@ -229,7 +233,9 @@ class Reader:
         if rules is not None and PREVIOUS in keys:
             keys.add(NEXT)
         out: dict[str, Any] = {STEP: torch.tensor(values[STEP], dtype=torch.float32, device=p.device)}
-        out |= {key: copy_as(p, value) for key, value in values.items() if key in keys and key != STEP}
+        wide = torch.promote_types(p.dtype, torch.float32)
+        for key in values.keys() & keys - {STEP}:
+            out[key] = copy_as(p, values[key].to(wide) if key in MOMENTS else values[key])
         if rules is not None and PREVIOUS in keys and PREVIOUS not in out and "exp_avg" in out:
             # Here already, so that what is saved before the next step has it.
             out[PREVIOUS] = absent_like(p, getattr(p, "grad_dtype", None) or p.dtype)
