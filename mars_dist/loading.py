@@ -92,11 +92,11 @@ class Reader:
         strange = [key for key in saved_states if key not in of]
         if strange:
             raise ValueError(f"it has states of {strange[:3]}, which its groups do not name")
-        values = {key: self._values(state, *of[key][1:]) for key, state in saved_states.items()}
+        values = {key: self._values(saved_states[key], *its[1:]) for key, its in of.items() if key in saved_states}
         values = {key: state for key, state in values.items() if state}
         for group, was, saved in zip(merged, self._groups, saved_groups, strict=True):
-            its = {p: values[key] for key, p in zip(saved["params"], group["params"], strict=True) if key in values}
-            self._take_form(group, was, saved, its, settings)
+            present = {p: values[key] for key, p in zip(saved["params"], group["params"], strict=True) if key in values}
+            self._take_form(group, was, saved, present, settings)
         # Everything is checked: now copies are made.
         states = {of[key][2]: self._own(state, *of[key], settings, is_ours) for key, state in values.items()}
         for group, saved in zip(merged, saved_groups, strict=True):
@@ -234,8 +234,9 @@ class Reader:
             keys.add(NEXT)
         out: dict[str, Any] = {STEP: torch.tensor(values[STEP], dtype=torch.float32, device=p.device)}
         wide = torch.promote_types(p.dtype, torch.float32)
-        for key in values.keys() & keys - {STEP}:
-            out[key] = copy_as(p, values[key].to(wide) if key in MOMENTS else values[key])
+        for key in values:  # in one order on every rank: cutting a DTensor in another way is a collective
+            if key in keys and key != STEP:
+                out[key] = copy_as(p, values[key].to(wide) if key in MOMENTS else values[key])
         if rules is not None and PREVIOUS in keys and PREVIOUS not in out and "exp_avg" in out:
             # Here already, so that what is saved before the next step has it.
             out[PREVIOUS] = absent_like(p, getattr(p, "grad_dtype", None) or p.dtype)

@@ -102,7 +102,7 @@ def through_whole_helpers(saved: dict[str, Any], params: Parameters, build: Buil
 
 
 def a_stripped_state_through_helpers(saved: dict[str, Any], params: Parameters, build: Build) -> MARS:
-    """h is missing in what the helpers are given: "whole", they fill the states of their own step with what is there."""
+    """h is missing in what the helpers are given: "whole", they fill the states of a step with lr 0 with what is there."""
     names = list(params)
     named = {
         "state": {names[number]: state for number, state in saved["state"].items()},
@@ -425,7 +425,7 @@ def test_a_state_of_sgd_is_refused() -> None:
 
 
 def test_adamw_through_torchs_helpers() -> None:
-    """By name, "whole" and as it is; torch itself refuses the flat form of another optimizer (KeyError)."""
+    """By name. "Whole" (and flat) torch's helpers raise KeyError for group keys that only one optimizer has."""
     for options in ({}, {"full_state_dict": True}):
         how = helpers.StateDictOptions(**options)  # type: ignore[arg-type]
         adamw_params = parameters(torch.float64)
@@ -435,7 +435,11 @@ def test_adamw_through_torchs_helpers() -> None:
             p.grad = None  # torch's helper takes no step where there are gradients
         adamw = torch.optim.AdamW(adamw_params.values(), lr=1.0)
         adamw.load_state_dict(saved)
-        named = helpers.get_optimizer_state_dict(nn.ParameterDict(adamw_params), adamw, options=how)
+        named: Any = helpers.get_optimizer_state_dict(nn.ParameterDict(adamw_params), adamw, options=how)
+        if options:
+            with pytest.raises(KeyError, match="foreach"):
+                helpers.set_optimizer_state_dict(nn.ParameterDict(params), mars_of(params), named, options=how)
+            named["param_groups"] = [{k: g[k] for k in ("params", *ADAMW, "amsgrad")} for g in named["param_groups"]]
         reference = continued_from(saved, params)
         optimizer = mars_of(params)
         helpers.set_optimizer_state_dict(nn.ParameterDict(params), optimizer, named, options=how)
