@@ -102,7 +102,7 @@ def through_whole_helpers(saved: dict[str, Any], params: Parameters, build: Buil
 
 
 def a_stripped_state_through_helpers(saved: dict[str, Any], params: Parameters, build: Build) -> MARS:
-    """h is missing in what the helpers are given: "whole", they fill the states of a step with lr 0 with what is there."""
+    """h is missing in what the helpers are given: "whole", they put the rest into the states of a step with lr 0."""
     names = list(params)
     named = {
         "state": {names[number]: state for number, state in saved["state"].items()},
@@ -441,7 +441,8 @@ def test_adamw_through_torchs_helpers() -> None:
                 helpers.set_optimizer_state_dict(nn.ParameterDict(params), mars_of(params), named, options=how)
             named["param_groups"] = [{k: g[k] for k in ("params", *ADAMW, "amsgrad")} for g in named["param_groups"]]
         reference = continued_from(saved, params)
-        optimizer = mars_of(params)
+        reference.groups[0]["weight_decay_1d"] = 0.1  # given: "whole", MARS's keys are in what is loaded
+        optimizer = mars_of(params, weight_decay_1d=0.1)
         helpers.set_optimizer_state_dict(nn.ParameterDict(params), optimizer, named, options=how)
         h_is_missing(reference, MATRICES, gradients(0, params))
         for step in range(3):
