@@ -155,12 +155,11 @@ class Reader:
 
     def _names(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
         """What the tensors of a group are called, for messages."""
-        theirs = saved.get("param_names", saved["params"])  # torch's helpers put names in the place of numbers
-        if "param_names" in group:
-            return list(group["param_names"])
-        if len(theirs) == len(group["params"]) and all(isinstance(name, str) for name in theirs):
-            return list(theirs)
-        return [self._tables.name(p) or f"parameter {i}" for i, p in enumerate(group["params"])]
+        # torch's helpers put names in the place of numbers. Under ZeRO all names belong to one flat tensor.
+        for names in (group.get("param_names"), saved.get("param_names"), saved["params"]):
+            if names and len(names) == len(group["params"]) and all(isinstance(name, str) for name in names):
+                return list(names)
+        return [self._tables.name(p) or f"tensor {i} of the group" for i, p in enumerate(group["params"])]
 
     def _take_form(
         self,
@@ -176,8 +175,8 @@ class Reader:
             ValueError: when something on the way has dropped the previous gradient of the form with two states.
         """
         if GAMMA not in saved:  # before there were two forms, or another optimizer, whose momentum is b for h = 0
-            old = any(PREVIOUS in state for state in its.values())
-            group |= {"one_state": False, GAMMA: None} if old else {k: was[k] for k in ("one_state", GAMMA)}
+            one = was[GAMMA] is not None and not any(PREVIOUS in state for state in its.values())
+            group |= {"one_state": one, GAMMA: group["gamma"] if one else None}
         elif saved[GAMMA] is None and was[GAMMA] is not None:
             for p, _, rule in shapes_and_rules(group, settings):
                 if rule.can_keep_one_state and p in its and PREVIOUS not in its[p]:
@@ -318,10 +317,10 @@ def _plain(value: Any) -> Any:
 
 def _difference(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     """The names that only one of two groups has, where both have names."""
-    theirs = saved.get("param_names", saved["params"])
-    if "param_names" not in group or not all(isinstance(name, str) for name in theirs):
+    theirs, mine = saved.get("param_names", saved["params"]), group.get("param_names", ())
+    named = len(theirs) == len(saved["params"]) and len(mine) == len(group["params"])
+    if not named or not all(isinstance(name, str) for name in theirs):
         return ""
-    mine = group["param_names"]
     parts = [
         f"{where}: {', '.join(sorted(names)[:3])}{' ...' if len(names) > 3 else ''}"
         for where, names in (("only there", set(theirs) - set(mine)), ("only here", set(mine) - set(theirs)))

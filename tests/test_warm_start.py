@@ -160,6 +160,8 @@ def test_a_state_without_h_continues_as_a_first_step(
         assert all(f"{count} of 2 tensors come without the gradient of the step before" in s for s in said)
         assert all(f"as a first one ({h}, first_step='{first_step}')" in s for s in said)
         assert float(second.state[params["wide"]]["step"]) == 3.0
+        for name in lost & MATRICES:  # it is there, and says that it is not
+            assert is_wholly_absent(second.state[params[name]]["prev_grad"])
         h_is_missing(reference, lost, gradients(3, params))
         for step in range(3, 6):
             grads = gradients(step, params)
@@ -345,7 +347,8 @@ def test_adamw_to_the_form_with_one_state(mars_type: str, caplog: pytest.LogCapt
     params = parameters(torch.float64)
     saved = adamw_state(params)
     reference = continued_from(saved, params, mars_type=mars_type, clip=None)
-    optimizer = mars_of(params, mars_type=mars_type, clip=None)
+    optimizer = mars_of(params, mars_type=mars_type, clip=None, gamma=0.05)
+    optimizer.param_groups[0]["gamma"] = 0.3
     optimizer.load_state_dict(saved)
     assert "2 of 2 tensors come without the gradient of the step before" in "".join(said_by(caplog))
     assert optimizer.param_groups[0]["one_state"] is True
