@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from small import (
     train,
 )
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint import state_dict as helpers
 
 from mars_dist import MARS, ExactMode
@@ -454,3 +457,32 @@ def test_adamw_through_torchs_helpers() -> None:
             optimizer.step()
             reference.step(grads)
         assert_close(params, reference.params, 1e-12)
+
+
+def test_adamw_from_a_folder_of_torchs_checkpoints(tmp_path: Path) -> None:
+    """torch asks for every state that the new optimizer shows, unless it is told to load what is there."""
+    adamw_params = parameters(torch.float64)
+    saved = adamw_state(adamw_params)
+    params = copies(adamw_params)
+    for p in adamw_params.values():
+        p.grad = None
+    adamw = torch.optim.AdamW(adamw_params.values(), lr=1.0)
+    adamw.load_state_dict(saved)
+    named = helpers.get_optimizer_state_dict(nn.ParameterDict(adamw_params), adamw)
+    dcp.save({"optimizer": named}, checkpoint_id=tmp_path, no_dist=True)
+    optimizer = mars_of(params, weight_decay_1d=0.1)
+    reference = continued_from(saved, params)
+    reference.groups[0]["weight_decay_1d"] = 0.1
+    net = nn.ParameterDict(params)
+    into: Any = {"optimizer": helpers.get_optimizer_state_dict(net, optimizer)}
+    with pytest.raises(BaseException, match=r"Missing key in checkpoint state_dict: optimizer\.state\..*prev_grad"):
+        dcp.load(into, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load(into, checkpoint_id=tmp_path, no_dist=True, planner=DefaultLoadPlanner(allow_partial_load=True))
+    helpers.set_optimizer_state_dict(net, optimizer, into["optimizer"])
+    h_is_missing(reference, MATRICES, gradients(0, params))
+    for step in range(3):
+        grads = gradients(step, params)
+        set_gradients(params, grads)
+        optimizer.step()
+        reference.step(grads)
+    assert_close(params, reference.params, 1e-12)
