@@ -97,7 +97,7 @@ class Reader:
         for group, was, saved in zip(merged, self._groups, saved_groups, strict=True):
             present = {p: values[key] for key, p in zip(saved["params"], group["params"], strict=True) if key in values}
             self._take_form(group, was, saved, present, settings)
-        # Everything is checked: now copies are made.
+        # Copies of what is checked: whatever fails here as well (memory, say) fails before anything is changed.
         states = {of[key][2]: self._own(state, *of[key], settings, is_ours) for key, state in values.items()}
         for group, saved in zip(merged, saved_groups, strict=True):
             group["params"] = list(saved["params"])  # torch.optim puts the tensors in their place
