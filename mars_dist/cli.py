@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mars_dist import __version__
+from mars_dist import __version__, checkpoint_cli
 
 DESCRIPTION = """\
 Train GPT-2 with the MARS optimizers, from text to curve.
@@ -104,6 +104,8 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("configs", nargs="+", metavar="CONFIG.json", help="what deepspeed.initialize will be given")
     check.add_argument("--world-size", metavar="N", help="number of data-parallel ranks: batch sizes are checked too")
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+    checkpoint_cli.add(commands, common)
     return main
 
 

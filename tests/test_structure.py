@@ -70,6 +70,7 @@ ABOVE = {
     "pretrain",
     "groups",
     "cli",
+    "checkpoint_cli",
     "plan",
     "memory",
     "doctor",
