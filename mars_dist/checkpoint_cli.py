@@ -43,7 +43,7 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     trust_argument(verify)
     verify.add_argument("--json", action="store_true", help="print the report as JSON")
     command("seal", _seal, "write the manifest of a complete folder: size and SHA-256 of every file")
-    latest = command("latest", _latest, "print the path of the newest valid checkpoint in a folder; exit code 1 if none")
+    latest = command("latest", _latest, "print the path of the newest valid checkpoint; exit code 1 if there is none")
     trust_argument(latest)
 
 
@@ -79,7 +79,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _seal(args: argparse.Namespace) -> int:
     from mars_dist.checkpoint import find
 
-    report = find.verify(args.folder, trusted=True, manifest=False)
+    report = find.verify(args.folder, trusted=True, sealed=False)
     if report.faults:
         raise ValueError(f"{args.folder} is not sealed, because it is not valid: {'; '.join(report.faults)}")
     files = find.seal(args.folder)

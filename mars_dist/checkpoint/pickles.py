@@ -59,19 +59,19 @@ class Window(io.RawIOBase):
     def tell(self) -> int:
         return self.at - self.start
 
-    def read(self, size: int | None = -1) -> bytes:  # type: ignore[override]
+    def read(self, size: int | None = -1) -> bytes:
         left = self.stop - self.at
         self.file.seek(self.at)
         got = self.file.read(left if size is None or size < 0 else min(size, left))
         self.at += len(got)
         return got
 
-    def readinto(self, buffer: Any) -> int:  # type: ignore[override]
+    def readinto(self, buffer: Any) -> int:
         got = self.read(len(buffer))
         buffer[: len(got)] = got
         return len(got)
 
-    def readline(self, size: int | None = -1) -> bytes:  # type: ignore[override]
+    def readline(self, size: int | None = -1) -> bytes:
         left = self.stop - self.at
         self.file.seek(self.at)
         got = self.file.readline(left if size is None or size < 0 else min(size, left))
@@ -79,14 +79,17 @@ class Window(io.RawIOBase):
         return got
 
 
-def read(file: Any) -> Any:
+def read(file: Any, strict: bool = True) -> Any:
     """The value of the one pickle that begins where ``file`` is, with dead objects in it.
+
+    Args:
+        strict: hold it against the table; without it any name may be there (nothing is executed in any case).
 
     Raises:
         NotAllowed: for a name, or for a use of one, that ``allowed.py`` does not have.
         Damaged: when it is no pickle, or not a whole one.
     """
-    machine = _Machine()
+    machine = _Machine(strict)
     try:
         for opcode, argument, _ in pickletools.genops(file):
             machine.do(opcode.name, argument)
@@ -133,7 +136,8 @@ _REFUSED = {
 
 
 class _Machine:
-    def __init__(self) -> None:
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # the stacks under each mark
         self.memo: dict[int, Any] = {}
@@ -277,20 +281,13 @@ class _Machine:
             elif module in _compat_pickle.IMPORT_MAPPING:
                 module = _compat_pickle.IMPORT_MAPPING[module]
         found = Global(module, name)
-        if found not in ALLOWED:
+        if self.strict and found not in ALLOWED:
             raise NotAllowed(f"uses {found}")
         self.stack.append(found)
 
     def _call(self, function: Any, args: Any, new: bool) -> None:
-        if not isinstance(function, Global):
-            raise NotAllowed(f"calls {_called(function)}")
-        how = ALLOWED[function]
-        if how is How.VALUE or (how is How.NEW) != new:
-            raise NotAllowed(f"calls {function} in a way that no checkpoint needs")
-        if callable(how):
-            wrong = how(args) if isinstance(args, tuple) else "with other arguments"
-            if wrong:
-                raise NotAllowed(f"calls {function} with arguments that no checkpoint needs ({wrong})")
+        if self.strict:
+            _may_be_called(function, args, new)
         self.stack.append(Made(function, args))
 
     def _reduce(self, argument: None) -> None:
@@ -319,8 +316,12 @@ class _Machine:
         target = self.stack[-1]
         if not isinstance(target, Made):
             raise NotAllowed(f"sets attributes of {_called(target)}")
-        if target.of == Global("numpy", "dtype") and (
-            not isinstance(state, tuple) or state[2:7] != (None, None, None, -1, -1) or state[7:] not in ((0,), ())
+        if (
+            self.strict
+            and target.of == Global("numpy", "dtype")
+            and (
+                not isinstance(state, tuple) or state[2:7] != (None, None, None, -1, -1) or state[7:] not in ((0,), ())
+            )
         ):
             raise NotAllowed("makes a numpy.dtype that is no plain number")
         target.state = state
@@ -333,6 +334,18 @@ class _Machine:
         if not isinstance(where, tuple) or not where or where[0] not in ("storage", b"storage"):
             raise NotAllowed("refers to something outside of the file that is no storage of a tensor")
         self.stack.append(Made("storage", where))
+
+
+def _may_be_called(function: Any, args: Any, new: bool) -> None:
+    if not isinstance(function, Global):
+        raise NotAllowed(f"calls {_called(function)}")
+    how = ALLOWED[function]
+    if how is How.VALUE or (how is How.NEW) != new:
+        raise NotAllowed(f"calls {function} in a way that no checkpoint needs")
+    if callable(how):
+        wrong = how(args) if isinstance(args, tuple) else "with other arguments"
+        if wrong:
+            raise NotAllowed(f"calls {function} with arguments that no checkpoint needs ({wrong})")
 
 
 def _is_plain(key: Any) -> bool:

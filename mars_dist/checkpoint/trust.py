@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from mars_dist.checkpoint import pickles
 from mars_dist.checkpoint.allowed import Global
@@ -167,40 +167,42 @@ def _like_a_pickle(start: bytes) -> bool:
 
 
 def values(path: Path) -> list[Any]:
-    """The values in a file of torch.save or in a plain pickle, with dead objects in them: nothing is executed.
+    """The values in a file of torch.save or in a plain pickle, with dead objects in them, whatever names it uses.
+
+    Nothing is executed.
 
     Raises:
         NotAllowed, Damaged: see ``pickles.read``.
     """
     with path.open("rb") as file:
-        return _torch_file(Window(file, 0, path.stat().st_size))
+        return _torch_file(Window(file, 0, path.stat().st_size), strict=False)
 
 
-def _torch_file(file: Window) -> list[Any]:
+def _torch_file(file: Window, strict: bool = True) -> list[Any]:
     """Check what ``torch.load`` or ``pickle.load`` would read of ``file``."""
     start = file.read(len(ZIP))
     file.seek(0)
     found = []
     if zipfile.is_zipfile(file):  # also one that begins in the middle
-        found += _as_zipfile(file)
+        found += _as_zipfile(file, strict)
     file.seek(0)
     if start == ZIP:
-        return _as_torch_opens_it(file)
+        return _as_torch_opens_it(file, strict)
     file.seek(0)
     try:
         with tarfile.open(fileobj=file, mode="r:"):
             raise NotAllowed("is a tar file: an old format of torch.save, which is not checked")
     except (tarfile.TarError, OSError, ValueError, EOFError):
         file.seek(0)
-    return [*found, *_one_after_the_other(file)]
+    return [*found, *_one_after_the_other(file, strict)]
 
 
-def _as_torch_opens_it(file: Window) -> list[Any]:
+def _as_torch_opens_it(file: Window, strict: bool) -> list[Any]:
     """The pickles in a zip file, found by torch's own reader: there is no second opinion on what torch would load."""
     import torch
 
     try:
-        reader = torch._C.PyTorchFileReader(file)
+        reader = torch._C.PyTorchFileReader(cast(IO[bytes], file))
         names = reader.get_all_records()
         read = {name: reader.get_record(name) for name in names if _is_pickle(name)}
     except RuntimeError as error:
@@ -209,10 +211,10 @@ def _as_torch_opens_it(file: Window) -> list[Any]:
         raise NotAllowed("is a TorchScript archive, which holds programs")
     if "data.pkl" not in read:
         raise Damaged("is a zip file without the data.pkl of torch.save")
-    return [_whole(name, content) for name, content in read.items()]
+    return [_whole(name, content, strict) for name, content in read.items()]
 
 
-def _as_zipfile(file: Window) -> list[Any]:
+def _as_zipfile(file: Window, strict: bool) -> list[Any]:
     try:
         with zipfile.ZipFile(file) as archive:
             names = [info.filename for info in archive.infolist()]
@@ -220,7 +222,9 @@ def _as_zipfile(file: Window) -> list[Any]:
             if twice:
                 raise NotAllowed(f"holds {twice[0]} more than once: which one is read depends on the reader")
             return [
-                _whole(info.filename, archive.read(info)) for info in archive.infolist() if _is_pickle(info.filename)
+                _whole(info.filename, archive.read(info), strict)
+                for info in archive.infolist()
+                if _is_pickle(info.filename)
             ]
     except (zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError, ValueError, OSError) as error:
         if isinstance(error, (NotAllowed, Damaged)):
@@ -234,29 +238,29 @@ def _is_pickle(member: str) -> bool:
     return member.lower().endswith((".pkl", ".pickle"))
 
 
-def _whole(name: str, content: bytes) -> Any:
+def _whole(name: str, content: bytes, strict: bool) -> Any:
     """The value of a member that has to be one pickle."""
     file = io.BytesIO(content)
     try:
-        value = pickles.read(file)
+        value = pickles.read(file, strict)
         if file.tell() != len(content):
-            pickles.read(file)  # a second one, for whatever it does
+            pickles.read(file, strict)  # a second one, for whatever it does
             raise NotAllowed("has another pickle behind the first")
     except (NotAllowed, Damaged) as error:
         raise type(error)(f"({name} in it) {error}") from error
     return value
 
 
-def _one_after_the_other(file: Window) -> list[Any]:
+def _one_after_the_other(file: Window, strict: bool) -> list[Any]:
     """The older format of torch.save, or a plain pickle with nothing behind it."""
-    first = pickles.read(file)
+    first = pickles.read(file, strict)
     found = [first]
     if first == LEGACY_MAGIC:
-        found += [pickles.read(file) for _ in range(LEGACY_PICKLES - 1)]
+        found += [pickles.read(file, strict) for _ in range(LEGACY_PICKLES - 1)]
         return found  # behind them are the bytes of the storages
     while file.tell() < file.stop - file.start:
         try:
-            found.append(pickles.read(file))
+            found.append(pickles.read(file, strict))
         except Damaged as error:
             raise NotAllowed(f"has bytes behind its pickle that are none ({error})") from error
     return found
