@@ -205,7 +205,8 @@ def _universal(folder: Path) -> list[str]:
     found = [] if parameters else [f"{folder / 'zero'} has no parameters"]
     needed = {"fp32.pt"}
     needed |= {name for name in ("exp_avg.pt", "exp_avg_sq.pt") if any((p / name).is_file() for p in parameters)}
-XX
+    wanted = [p / name for p in sorted(parameters) for name in sorted(needed)]
+    found += [f"{path} is missing" for path in wanted if not path.is_file()]
     models = sorted(path for path in folder.iterdir() if MODEL_STATES.fullmatch(path.name))
     if not models:
         return [*found, f"{folder} has no file of the model (mp_rank_00_model_states.pt)"]
