@@ -92,6 +92,8 @@ def seal(folder: Path, facts: Mapping[str, Any] | None = None, group: dist.Proce
     with together(f"sealing {folder}", group):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is no folder, so there is nothing to seal")
+    # From here on every rank has written what it had to write.
+    with together(f"sealing {folder}", group):
         mine = {name: manifest.record(folder / name) for name in list(manifest.files_in(folder))[rank::ranks]}
         for name in mine:
             manifest.to_disk(folder / name)
