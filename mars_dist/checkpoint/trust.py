@@ -34,6 +34,7 @@ METADATA, PIECES = ".metadata", ".distcp"
 ZIP = b"PK\x03\x04"
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PICKLES = 5  # magic number, version, system, the value, the names of the storages; then their bytes
+METADATA_CLASS = Global("torch.distributed.checkpoint.metadata", "Metadata")
 SHOWN = 3
 
 
@@ -189,12 +190,18 @@ def _torch_file(file: Window, strict: bool = True) -> list[Any]:
     if start == ZIP:
         return _as_torch_opens_it(file, strict)
     file.seek(0)
+    if _is_tar(file):
+        raise NotAllowed("is a tar file: an old format of torch.save, which is not checked")
+    file.seek(0)
+    return [*found, *_one_after_the_other(file, strict)]
+
+
+def _is_tar(file: Window) -> bool:
     try:
         with tarfile.open(fileobj=file, mode="r:"):
-            raise NotAllowed("is a tar file: an old format of torch.save, which is not checked")
+            return True
     except (tarfile.TarError, OSError, ValueError, EOFError):
-        file.seek(0)
-    return [*found, *_one_after_the_other(file, strict)]
+        return False
 
 
 def _as_torch_opens_it(file: Window, strict: bool) -> list[Any]:
@@ -287,7 +294,9 @@ def pieces(metadata: Any) -> Iterator[tuple[str, int, int]]:
 
 def _dcp(folder: Path, file: Window) -> None:
     """Check ``.metadata``, and of each file the pieces that ``dcp.load`` would read by it."""
-    metadata = pickles.read(file)
+    metadata = _one_after_the_other(file, strict=True)[0]
+    if not isinstance(metadata, Made) or metadata.of != METADATA_CLASS:
+        raise Damaged("is no metadata of torch's distributed checkpoints")
     by_file: dict[str, set[tuple[int, int]]] = {}
     for name, offset, length in pieces(metadata):
         by_file.setdefault(name, set()).add((offset, length))
