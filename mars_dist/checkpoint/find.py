@@ -182,7 +182,7 @@ def _file_faults(path: Path) -> list[str]:
             _safetensors(path, size)
         elif path.name.endswith(trust.METADATA):
             _pieces(path)
-        elif suffix in trust.PICKLED and suffix != trust.PIECES and zipfile.is_zipfile(path):
+        elif suffix in trust.PICKLED and suffix != trust.PIECES and trust.is_zip(path):
             with path.open("rb") as file:
                 _zip(file)
     except pickles.NotAllowed:  # said by trust.findings
@@ -225,7 +225,7 @@ def _pieces(path: Path) -> None:
         if (path.parent / name).is_file():  # else said before
             with (path.parent / name).open("rb") as file:
                 window = Window(file, offset, offset + length)
-                if zipfile.is_zipfile(window):
+                if trust.is_zip(window):
                     try:
                         _zip(window)
                     except Exception as error:

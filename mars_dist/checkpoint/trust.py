@@ -143,7 +143,7 @@ def _of_file(path: Path) -> Finding | None:
         with path.open("rb") as file:
             size = path.stat().st_size
             start = file.read(4)
-            zipped = zipfile.is_zipfile(file)
+            zipped = is_zip(file)
             suffix = METADATA if path.name.endswith(METADATA) else path.suffix.lower()
             if not (suffix in PICKLED or zipped or start == ZIP or _like_a_pickle(start)):
                 return None
@@ -184,7 +184,7 @@ def _torch_file(file: Window, strict: bool = True) -> list[Any]:
     start = file.read(len(ZIP))
     file.seek(0)
     found = []
-    if zipfile.is_zipfile(file):  # also one that begins in the middle
+    if is_zip(file):  # also one that begins in the middle
         found += _as_zipfile(file, strict)
     file.seek(0)
     if start == ZIP:
@@ -194,6 +194,14 @@ def _torch_file(file: Window, strict: bool = True) -> list[Any]:
         raise NotAllowed("is a tar file: an old format of torch.save, which is not checked")
     file.seek(0)
     return [*found, *_one_after_the_other(file, strict)]
+
+
+def is_zip(file: Any) -> bool:
+    """Whether a file ends as zip files end, or does so with a fault that Python's reader stops at."""
+    try:
+        return zipfile.is_zipfile(file)
+    except zipfile.BadZipFile:
+        return True
 
 
 def _is_tar(file: Window) -> bool:
@@ -212,8 +220,9 @@ def _as_torch_opens_it(file: Window, strict: bool) -> list[Any]:
         reader = torch._C.PyTorchFileReader(cast(IO[bytes], file))
         names = reader.get_all_records()
         read = {name: reader.get_record(name) for name in names if _is_pickle(name)}
-    except RuntimeError as error:
-        raise Damaged(f"is no whole zip file of torch.save ({str(error).splitlines()[0][:120]})") from error
+    except Exception as error:  # a damaged file raises RuntimeError, or UnicodeDecodeError for that one's text
+        text = (str(error) or type(error).__name__).splitlines()[0][:120]
+        raise Damaged(f"is no whole zip file of torch.save ({text})") from error
     if "constants.pkl" in names:
         raise NotAllowed("is a TorchScript archive, which holds programs")
     if "data.pkl" not in read:
