@@ -174,6 +174,8 @@ def _shows(how: str, kind: str, file: Path) -> bool:
     """Whether a damage contradicts what the checkpoint says of itself: where it does not, only a seal shows it."""
     if file.suffix == ".py" or (file.name == "latest" and how == "deleted" and kind.startswith("accelerate")):
         return False
+    if how == "deleted" and file.name == "scheduler.pt" and kind == "trainer-zero1":
+        return False  # the scheduler may be DeepSpeed's own
     if how == "deleted":
         return file.name not in UNSPOKEN
     if how == "flipped":  # without a checksum of their own
