@@ -72,6 +72,7 @@ ABOVE = {
     "pretrain",
     "groups",
     "cli",
+    "checkpoint_cli",
     "plan",
     "memory",
     "doctor",

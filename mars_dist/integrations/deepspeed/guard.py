@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from mars_dist.integrations.deepspeed import NAMES, nvme
+from mars_dist.integrations.deepspeed import NAMES, nvme, saved
 from mars_dist.integrations.deepspeed.features import OFFLOAD, as_given, lookup, refused, unknown, warned
 from mars_dist.integrations.deepspeed.parallel import faults
 from mars_dist.optimizer import MARS
@@ -169,7 +169,20 @@ def _when_it_loads(original: Callable[..., Any], engine: Any, *args: Any, **kwar
     something = folder is not None and (tag is not None or (Path(folder) / "latest").is_file())
     if something and isinstance(engine.basic_optimizer, MARS) and nvme.is_on(engine._config._param_dict):
         raise RuntimeError(f"MARS: {nvme.NO_LOADING}")
+    if isinstance(engine.basic_optimizer, MARS) and folder is not None:
+        saved.check_before_loading(engine, Path(folder), tag)
     return original(engine, *args, **kwargs)
+
+
+def _when_it_saves(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands around ``DeepSpeedEngine.save_checkpoint``."""
+    if not isinstance(engine.basic_optimizer, MARS):
+        return original(engine, *args, **kwargs)
+    given = inspect.signature(original).bind(engine, *args, **kwargs).arguments
+    folder = saved.folder_to_save(engine, given.get("save_dir"), given.get("tag"))
+    result = original(engine, *args, **kwargs)
+    saved.seal(engine, folder)
+    return result
 
 
 def _when_it_steps(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -213,4 +226,5 @@ WATCHED: dict[str, Callable[..., Any]] = {
     "_configure_zero_optimizer": _when_zero_is_made,
     "_take_model_step": _when_it_steps,
     "load_checkpoint": _when_it_loads,
+    "save_checkpoint": _when_it_saves,
 }
