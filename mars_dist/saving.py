@@ -119,6 +119,7 @@ class SavedOptimizer(Optimizer):
         them: zeros where a tensor has none.
         """
         out = super().state_dict()
+        out["state"] = {i: self._previous.as_saved(state) for i, state in out["state"].items()}
         complete_units(out["state"], self.param_groups, self._tables, self.settings)
         out[STATE_DICT_KEY] = {"format": STATE_DICT_FORMAT, **self.settings.to_dict()}
         return out
