@@ -211,9 +211,7 @@ def load_sharded(run: Training, folder: Path) -> None:
     model, optimizer = get_state_dict(run.built.wrapped, run.mars)
     saved = {"model": model, "optimizer": optimizer}
     dcp.load(saved, checkpoint_id=folder / "dcp")
-    set_state_dict(
-        run.built.wrapped, run.mars, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
-    )
+    set_state_dict(run.built.wrapped, run.mars, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
 
 
 def save_full(run: Training, folder: Path) -> None:
@@ -244,7 +242,10 @@ def _of_fsdp1(run: Training, kind: str) -> Any:
     from torch.distributed import fsdp
 
     if kind == "full":
-        configs: tuple[Any, ...] = (fsdp.FullStateDictConfig(offload_to_cpu=False), fsdp.FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False))
+        configs: tuple[Any, ...] = (
+            fsdp.FullStateDictConfig(offload_to_cpu=False),
+            fsdp.FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
+        )
         which = fsdp.StateDictType.FULL_STATE_DICT
     else:
         configs = (fsdp.ShardedStateDictConfig(), fsdp.ShardedOptimStateDictConfig())
