@@ -204,3 +204,53 @@ def without_us(case: Case, folder: str) -> int:
         return sum(bool(state) for state in second.mars.state.values())
     finally:
         cpu_fsdp.reset()
+
+
+# ------------------------------------------------------------------------------------------------------ the Trainer
+
+
+def trainer_with_fsdp1(folder: str) -> dict[str, Any]:
+    """Four steps with a checkpoint in shards after two, and the last two again in another Trainer."""
+    from transformers import Trainer
+
+    from tests import trainer_cases
+    from tests.trainer_cases import TrainerCase
+
+    trainer_cases.prepare()
+    cpu_fsdp.install()
+    ends: list[dict[str, Tensor]] = []
+    steps: list[float] = []
+    rates: list[float] = []
+    try:
+        for resume in (False, True):
+            with trainer_cases.clean_environment():
+                layers = {"transformer_layer_cls_to_wrap": ["GPT2Block"], "sync_module_states": False}
+                sharded = {"version": 1, "use_orig_params": True, "state_dict_type": "SHARDED_STATE_DICT", **layers}
+                args = trainer_cases.arguments(
+                    TrainerCase(fsdp1=True), folder, max_steps=4, save_steps=2, fsdp_config=sharded
+                )
+                net = trainer_cases.model()
+                trainer = Trainer(model=net, args=args, train_dataset=trainer_cases.dataset())
+                trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2") if resume else None)
+                mars = trainer_cases.inside(trainer.optimizer)
+                model = trainer.model_wrapped
+                end: dict[str, Tensor] = {}
+                for name, p in model.named_parameters():
+                    end[f"{clean(name)}/param"] = p.detach().clone()
+                    end |= {f"{clean(name)}/{key}": t.clone() for key, t in mars.state.get(p, {}).items()}
+                ends.append(end)
+                steps += sorted({float(t) for key, t in end.items() if key.endswith("/step")})
+                rates.append(max(group["lr"] for group in mars.param_groups))
+        return {
+            "differences": differences(ends[0], without_fillers(Filler("fsdp1", ""), ends[0], ends[1])),
+            "number": len(ends[0]),
+            "steps": steps,
+            "rates": rates,
+            "engines": mars.engines(),
+            "rule_counts": mars.rule_counts(),
+            "model": type(model).__name__,
+            "files": [p.name for p in (Path(folder) / "checkpoint-2" / "optimizer_0").iterdir()],
+        }
+    finally:
+        cpu_fsdp.remove()
+        cpu_fsdp.reset()

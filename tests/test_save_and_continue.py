@@ -27,7 +27,7 @@ def slow(case: SaveCase) -> Any:
     return pytest.param(case, marks=pytest.mark.slow)
 
 
-# FSDP1 sharded on "layers": dcp.load cannot read a tensor of which a rank holds no row ("net" has such), AdamW's as well.
+# FSDP1 sharded on "layers": dcp.load cannot read a tensor of which a rank holds no row ("net" has such), AdamW's too.
 ON_TWO = [
     *(SaveCase(engine, way) for engine in ("ddp", "fsdp2") for way in ("plain", "full", "sharded")),
     *(SaveCase("tensor_parallel", way, net="layers") for way in ("plain", "full", "sharded")),

@@ -100,6 +100,14 @@ def test_a_missing_file_is_the_same_error_on_all_ranks(pool: RankPool, case: Cas
     assert said[0].startswith("CheckpointError: loading the optimizer's states") and file in said[0]
 
 
+def test_the_trainer_with_fsdp1_in_shards(pool: RankPool, tmp_path: Path) -> None:
+    for result in pool.run(save_accelerate_cases.trainer_with_fsdp1, str(tmp_path), timeout=90):
+        assert result["differences"] == [] and result["number"] > 50
+        assert result["steps"] == [4.0, 4.0] and ".metadata" in result["files"]
+        assert (result["model"], result["engines"]) == ("FullyShardedDataParallel", {"FSDP1"})
+        assert result["rule_counts"]["MARS-AdamW"] == 10
+
+
 # --------------------------------------------------------------------------------------------------------- DeepSpeed
 
 BASE: dict[str, Any] = {"clip": 0.1, "weight_decay": 0.05}

@@ -1,6 +1,7 @@
 """``DeepSpeedEngine.load_checkpoint``: every rank's file is there before it begins, and states are there afterwards.
 
-DeepSpeed logs a warning where a file of optimizer states is missing, loads the weights, and goes on with new states.
+By itself a rank whose file of optimizer states is missing or cut short raises alone, and the others wait for it in
+their next exchange.
 """
 
 from __future__ import annotations
