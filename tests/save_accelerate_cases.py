@@ -70,16 +70,13 @@ class Training:
 
 
 @contextlib.contextmanager
-def copies_of_what_is_gathered(case: Case) -> Iterator[None]:
+def copies_of_what_is_gathered() -> Iterator[None]:
     """What the transfer to the CPU does on a GPU, for FSDP1 with full states.
 
     torch gathers all states of original parameters in one buffer and the weights in another, which it frees, and relies
     on ``.cpu()`` to copy out of them. On a CPU that copies nothing: all states are views of what was gathered last, and
     the weights of freed memory (AdamW's as well).
     """
-    if not case.engine.startswith("fsdp1") or case.plugin["state_dict_type"] != "FULL_STATE_DICT":
-        yield
-        return
     import torch.distributed.fsdp._optim_utils as theirs
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
@@ -101,7 +98,7 @@ def copies_of_what_is_gathered(case: Case) -> Iterator[None]:
 def save_and_continue(case: Case, folder: str, net: str = "layers") -> dict[str, Any]:
     """Train, save, go on; then the rest again by another model and optimizer that load."""
     try:
-        with copies_of_what_is_gathered(case):
+        with copies_of_what_is_gathered() if case.engine.startswith("fsdp1") else contextlib.nullcontext():
             first = Training(case, True, net)
             first.train(0, SAVED)
             saved = first.pieces()
@@ -223,12 +220,11 @@ def trainer_with_fsdp1(folder: str) -> dict[str, Any]:
     rates: list[float] = []
     try:
         for resume in (False, True):
-            with trainer_cases.clean_environment():
+            with trainer_cases.clean_environment(), copies_of_what_is_gathered():
                 layers = {"transformer_layer_cls_to_wrap": ["GPT2Block"], "sync_module_states": False}
                 sharded = {"version": 1, "use_orig_params": True, "state_dict_type": "SHARDED_STATE_DICT", **layers}
-                args = trainer_cases.arguments(
-                    TrainerCase(fsdp1=True), folder, max_steps=4, save_steps=2, fsdp_config=sharded
-                )
+                given = {"fsdp": True, "fsdp_config": sharded, "max_steps": 4, "save_steps": 2}
+                args = trainer_cases.arguments(TrainerCase(), folder, **given)
                 net = trainer_cases.model()
                 trainer = Trainer(model=net, args=args, train_dataset=trainer_cases.dataset())
                 trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2") if resume else None)
