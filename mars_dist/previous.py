@@ -3,7 +3,7 @@
 h of a step is the gradient of ITS batch at the point before. It is taken one step early, as ``next_prev_grad``, and
 copied into ``prev_grad`` when the step that moves the point is over (exchanging the two would leave DeepSpeed's
 references to a state, by which it is read and saved, at the wrong one). A state has ``next_prev_grad`` only in between,
-so that what is saved between two steps has the keys of the approximate mode.
+so that what is saved between two steps has the keys of the approximate mode (``as_saved``).
 
 A tensor without h (the extra pass overflowed, or did not reach it) is stepped as in a first step, h = 0 or h = g with
 ``first_step="paper"``: its ``prev_grad`` is marked as absent (maths/absent.py), which is saved with it.
@@ -144,6 +144,17 @@ class Previous:
             self._spare[id(p)] = state.pop(NEXT)
             local(state[PREVIOUS]).copy_(local(self._spare[id(p)]))
             self._lacks.pop(id(p), None)
+
+    def as_saved(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` as it is saved: after a step that was left out as the next look-ahead will find it.
+
+        ``next_prev_grad`` would get lost on the way: torch's checkpoint helpers and ``dcp.load`` read only the states
+        that a new optimizer has as well. What is shown shares memory with ``state``, which stays as it is. A loop that
+        makes the authors' calls promotes by itself.
+        """
+        if NEXT not in state or not self._looks:
+            return state
+        return {key: state[NEXT] if key == PREVIOUS else value for key, value in state.items() if key != NEXT}
 
     def forget(self, optimizer: Optimizer) -> None:
         """No tensor has an h now, and that is meant so."""

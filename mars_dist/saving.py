@@ -94,6 +94,7 @@ class SavedOptimizer(Optimizer):
         them: where a tensor has none zeros, or a previous gradient that is absent.
         """
         out = super().state_dict()
+        out["state"] = {i: self._previous.as_saved(state) for i, state in out["state"].items()}
         complete_units(out["state"], self.param_groups, self._tables, self.settings)
         for group in out["param_groups"]:
             group[SETTINGS_KEY] = self.settings.to_text()

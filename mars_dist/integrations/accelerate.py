@@ -28,6 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mars_dist.integrations import accelerate_loading
 from mars_dist.integrations.deepspeed import NAMES
 from mars_dist.integrations.import_hook import forget, when_imported
 from mars_dist.versions import missing_hook, tested
@@ -42,11 +43,13 @@ FORCE = "zero_force_ds_cpu_optimizer"
 def register() -> None:
     """Watch over ``Accelerator.prepare`` from the moment that somebody imports Accelerate. Idempotent."""
     when_imported(MODULE, _watch)
+    accelerate_loading.register()
 
 
 def unregister() -> None:
     """Undo ``register()``: the methods of ``Accelerator`` are the original function objects again."""
     forget(MODULE)
+    accelerate_loading.unregister()
     accelerator = getattr(sys.modules.get(MODULE), "Accelerator", None)
     for name in WATCHED:
         if hasattr(accelerator, ORIGINAL + name):
@@ -68,6 +71,7 @@ def _watch(module: ModuleType) -> None:
             original = getattr(module.Accelerator, name)
             setattr(module.Accelerator, ORIGINAL + name, original)
             setattr(module.Accelerator, name, _watched(original, watch))
+    accelerate_loading.watch(module)
 
 
 def _watched(original: Callable[..., Any], watch: Callable[..., Any]) -> Callable[..., Any]:

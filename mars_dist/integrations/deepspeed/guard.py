@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from mars_dist.integrations.deepspeed import NAMES, nvme, saved
+from mars_dist.integrations.deepspeed import NAMES, loading, nvme, saved
 from mars_dist.integrations.deepspeed.features import OFFLOAD, as_given, lookup, refused, unknown, warned
 from mars_dist.integrations.deepspeed.parallel import faults
 from mars_dist.optimizer import MARS
@@ -163,15 +163,20 @@ def _when_zero_is_made(original: Callable[..., Any], engine: Any, optimizer: Any
 
 
 def _when_it_loads(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands before ``DeepSpeedEngine.load_checkpoint``."""
+    """Stands around ``DeepSpeedEngine.load_checkpoint``."""
     given = inspect.signature(original).bind(engine, *args, **kwargs).arguments
     folder, tag = given.get("load_dir"), given.get("tag")
     something = folder is not None and (tag is not None or (Path(folder) / "latest").is_file())
     if something and isinstance(engine.basic_optimizer, MARS) and nvme.is_on(engine._config._param_dict):
         raise RuntimeError(f"MARS: {nvme.NO_LOADING}")
-    if isinstance(engine.basic_optimizer, MARS) and folder is not None:
+    if not isinstance(engine.basic_optimizer, MARS):
+        return original(engine, *args, **kwargs)
+    if folder is not None:
         saved.check_before_loading(engine, Path(folder), tag)
-    return original(engine, *args, **kwargs)
+    loading.check_shards(engine, given)
+    result = original(engine, *args, **kwargs)
+    loading.check_that_states_arrived(engine, given, result[0])
+    return result
 
 
 def _when_it_saves(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
