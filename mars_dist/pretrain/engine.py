@@ -254,7 +254,7 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
     if path and not Path(path).is_file():
         raise ValueError(f"engine.deepspeed = {path!r}: there is no such file")
     config: dict[str, Any] = dict(read(Path(path))) if path else {"zero_optimization": {"stage": 2}}
-    said, training, optimizer = _flat(config), recipe.training, recipe.optimizer
+    said, training, optimizer = flat(config), recipe.training, recipe.optimizer
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     mine = {
         "train_batch_size": training.batch,
@@ -284,11 +284,11 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
     return quiet | mine | {"bf16": bf16, "zero_force_ds_cpu_optimizer": False}
 
 
-def _flat(config: Any, above: str = "") -> dict[str, Any]:
+def flat(config: Any, above: str = "") -> dict[str, Any]:
     """``{"bf16": {"enabled": true}}`` as ``{"bf16.enabled": true}``."""
     out: dict[str, Any] = {}
     for key, value in config.items():
-        out |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
+        out |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
     return out
 
 

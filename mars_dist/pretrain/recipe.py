@@ -99,6 +99,7 @@ class Logging(Section):
 class Engine(Section):
     name: Literal["auto", "ddp", "deepspeed"] = Field(default="auto", description="'auto', 'ddp' or 'deepspeed'")
     deepspeed: str | None = _text(None, wanted="the path of a DeepSpeed configuration, or null for ZeRO-2")
+    timeout_minutes: float = _number(30.0, above=0)  # after which a rank gives up waiting for the others
 
 
 class _Optimizer(Section):

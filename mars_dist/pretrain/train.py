@@ -11,23 +11,28 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import mars_dist
 from mars_dist.pretrain import checkpoint, data
 from mars_dist.pretrain import model as models
-from mars_dist.pretrain.engine import Plain, ZeRO, choose
+from mars_dist.pretrain.engine import Plain, ZeRO, choose, deepspeed_config, flat
 from mars_dist.pretrain.folder import claimed, keep_recipe
 from mars_dist.pretrain.metrics import Metrics
+from mars_dist.pretrain.peers import Watch, compare
 from mars_dist.pretrain.recipe import Recipe, accumulation
 from mars_dist.pretrain.shards import open_split
 from mars_dist.pretrain.tokenizer import RANKS_FILE, gpt2_tokenizer
-from mars_dist.pretrain.world import World, join, signals_noted
+from mars_dist.pretrain.world import World, join, limit_waiting, signals_noted
+from mars_dist.versions import installed
 
 logger = logging.getLogger("mars_dist")
 
 DONE, INTERRUPTED = 0, 3
 HELD_OUT_WORKS = 3  # of the shipped text, never trained on
+
+Texts = tuple[data.Blocks, str, data.Blocks | None, str | None]  # training and held-out sequences, with fingerprints
 
 
 class NonFiniteLoss(RuntimeError):
@@ -48,18 +53,32 @@ def train(recipe: Recipe, out: Path, resume: bool = True, bar: bool = True) -> i
         NonFiniteLoss: on every rank, with step, rank and last checkpoint. Nothing is saved after it.
         ValueError: for a recipe that does not fit the data, the number of ranks or the checkpoint in ``out``.
     """
-    with signals_noted() as noted:
-        engine_name = choose(recipe)
-        world = join(out, engine_name)
-        with claimed(out, world):
-            return _train(recipe, out, resume, bar, engine_name, world, noted)
+    engine_name = choose(recipe)
+    world = join(out, engine_name, recipe.engine.timeout_minutes)  # a signal that comes before has nothing to save
+    with signals_noted() as noted, claimed(out, world):
+        texts, watch = start_alike(recipe, engine_name, resume)
+        try:
+            return _train(recipe, out, resume, bar, engine_name, world, noted, texts, watch)
+        except Exception as error:
+            if (lost := watch.explain(error)) is not None:
+                raise lost from error
+            raise
+        finally:
+            watch.stop()
 
 
-def _train(recipe: Recipe, out: Path, resume: bool, bar: bool, engine_name: str, world: World, noted: list[int]) -> int:
-    accumulation(recipe.training.batch, recipe.training.micro_batch, world.size)  # raises where it does not divide
-
-    sequences, digest = open_sequences(recipe, "train")
-    held_out, held_out_digest = open_sequences(recipe, "val") if recipe.validation.every else (None, None)
+def _train(
+    recipe: Recipe,
+    out: Path,
+    resume: bool,
+    bar: bool,
+    engine_name: str,
+    world: World,
+    noted: list[int],
+    texts: Texts,
+    watch: Watch,
+) -> int:
+    sequences, digest, held_out, held_out_digest = texts
     if world.rank == 0:
         warn_of_short_text(recipe, sequences)
 
@@ -71,6 +90,7 @@ def _train(recipe: Recipe, out: Path, resume: bool, bar: bool, engine_name: str,
 
     torch.manual_seed(recipe.training.seed)
     engine = kind(recipe, world.device)
+    limit_waiting(recipe.engine.timeout_minutes)
     step = continue_from(saved, engine)
 
     about = about_run(recipe, engine, world, digest, held_out_digest)
@@ -139,8 +159,48 @@ def _train(recipe: Recipe, out: Path, resume: bool, bar: bool, engine_name: str,
             metrics.summary({**about, "steps": step, **rules_of(engine)}, time.perf_counter() - began)
     engine.close()
     del engine  # it holds the process group
-    world.leave()
+    world.leave(watch.stop)
     return DONE if done else INTERRUPTED
+
+
+def start_alike(recipe: Recipe, engine_name: str, resume: bool) -> tuple[Texts, Watch]:
+    """Open the data, and see to it that all ranks run the same: the one exchange before anything large is built.
+
+    Raises:
+        Disagreement: when they do not, or some of them cannot start.
+        ValueError: when none can, such as for a batch that does not divide over the ranks.
+    """
+    texts, facts, fault = None, {}, None
+    try:
+        accumulation(
+            recipe.training.batch, recipe.training.micro_batch, dist.get_world_size() if dist.is_initialized() else 1
+        )
+        train_text = open_sequences(recipe, "train")
+        texts = *train_text, *(open_sequences(recipe, "val") if recipe.validation.every else (None, None))
+        facts = what_ranks_share(recipe, engine_name, resume, texts[1], texts[3])
+    except (ValueError, OSError, ImportError) as error:
+        fault = error
+    watch = Watch(compare(facts, fault))
+    assert texts is not None
+    return texts, watch
+
+
+def what_ranks_share(
+    recipe: Recipe, engine_name: str, resume: bool, digest: str, held_out_digest: str | None
+) -> dict[str, Any]:
+    """Everything that decides what a rank computes, and when it talks to the others."""
+    libraries = ("torch", "transformers", *(["deepspeed"] if engine_name == "deepspeed" else []))
+    sharding = flat(deepspeed_config(recipe), "engine.deepspeed: ") if engine_name == "deepspeed" else {}
+    return {
+        **flat(recipe.model_dump(mode="json")),
+        **sharding,
+        "the engine": engine_name,
+        "--fresh": not resume,
+        "the training data's fingerprint": digest,
+        "the held-out data's fingerprint": held_out_digest,
+        "mars_dist": mars_dist.__version__,
+        **{library: installed(library) for library in libraries},
+    }
 
 
 def open_sequences(recipe: Recipe, split_name: str) -> tuple[data.Blocks, str]:
