@@ -102,10 +102,25 @@ def join(out: Path, engine_name: str, minutes: float) -> World:
         here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))
         if device.type == "cpu" and here == os.environ["WORLD_SIZE"]:  # gloo need not resolve this machine's name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=timedelta(minutes=minutes))
+        limit = timedelta(minutes=minutes)
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=limit, **_store(here, limit))
     if not dist.is_initialized():
         return World(0, 1, device, joined_here=False)
     return World(dist.get_rank(), dist.get_world_size(), device, joined_here=joins)
+
+
+def _store(here: str | None, limit: timedelta) -> dict[str, Any]:
+    """A place of its own for each restart by torchrun on one machine, whose store outlives the processes.
+
+    Where torchrun was given a port rather than --standalone, the new processes would find the addresses of the dead
+    ones in it. On several machines the count of restarts may differ: there --rdzv-backend=c10d makes a new store.
+    """
+    restart, size = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ["WORLD_SIZE"]
+    if restart == "0" or here != size or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    held = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
+    store = dist.PrefixStore(f"restart {restart}", held)
+    return {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(size)}
 
 
 def limit_waiting(minutes: float) -> None:
