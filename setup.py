@@ -40,7 +40,8 @@ setup(
     # torch: from the release that the tests were run with (`torch.load(weights_only=True)` is only safe from 2.10 on).
     # No upper bound, and no CPU pin: whoever has a GPU must get the CUDA build that pip finds for it.
     # launch/constraints-cpu.txt is for machines without one.
-    install_requires=["torch>=2.13.0", "numpy>=1.26"],
+    # safetensors: reads checkpoints, by its public names; the tests were run with 0.8.0.
+    install_requires=["torch>=2.13.0", "numpy>=1.26", "safetensors>=0.8.0,<0.9"],
     extras_require={
         "deepspeed": DEEPSPEED,
         "hf": HF,

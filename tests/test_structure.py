@@ -172,7 +172,7 @@ def test_a_module_has_at_most_450_lines(path: Path) -> None:
 
 @EVERY_MODULE
 def test_nothing_but_torch_numpy_and_the_extras_is_needed(path: Path) -> None:
-    known = sys.stdlib_module_names | {"mars_dist", "torch", "numpy", "triton"} | FRAMEWORKS
+    known = sys.stdlib_module_names | {"mars_dist", "torch", "numpy", "safetensors", "triton"} | FRAMEWORKS
     assert {name.split(".")[0] for name in imports(path)} <= known
 
 
