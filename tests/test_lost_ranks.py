@@ -90,7 +90,10 @@ def test_ranks_that_disagree_say_so_before_the_first_step(pool: RankPool, tmp_pa
         "alike": {"both": {"training__batch": 8, "training__micro_batch": 8}},
     }
     expected = {
-        "recipe": ["training.seed is 1 on rank 0 and 2 on rank 1", "optimizer.lr is 0.005 on rank 0 and 0.25 on rank 1"],
+        "recipe": [
+            "training.seed is 1 on rank 0 and 2 on rank 1",
+            "optimizer.lr is 0.005 on rank 0 and 0.25 on rank 1",
+        ],
         "model": ["model.layers is 1 on rank 0 and 2 on rank 1"],
         "version": [f"mars_dist is '{mars_dist.__version__}' on rank 0 and '0.0.1' on rank 1"],
         "data": ["the training data's fingerprint is '"],
@@ -179,7 +182,9 @@ def test_torchrun_starts_again_and_the_run_goes_on(pool: RankPool, tmp_path: Pat
     code, said = start(tmp_path, launcher)
     assert code == 0, said
     assert (tmp_path / "was-killed").exists()
-    assert re.search(r"RankLost: rank 1 \(process \d+ on \S+\) has ended: .* goes on from its last checkpoint", said), said
+    assert re.search(r"RankLost: rank 1 \(process \d+ on \S+\) has ended: .* goes on from its last checkpoint", said), (
+        said
+    )
     assert losses(tmp_path / "run") == undisturbed(pool, recipe(training__micro_batch=1), tmp_path)
     assert [next(iter(record)) for record in records(tmp_path / "run")].count("run") == 2
     assert [path.name for path in checkpoint.complete(tmp_path / "run/checkpoints")] == [

@@ -20,16 +20,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mars_dist.checkpoint.shares import my_share
+from mars_dist.checkpoint.tensors import Chunk, Reader
+from mars_dist.checkpoint.together import together
 from mars_dist.integrations import exact_loop
 from mars_dist.integrations.deepspeed.launch import initialize
 from mars_dist.optimizer import MARS
+from mars_dist.pretrain import by_name
 from mars_dist.pretrain import model as models
 from mars_dist.pretrain.recipe import accumulation
 
 if TYPE_CHECKING:
     from mars_dist.pretrain.recipe import Recipe
 
-STATE_FILE = "state.pt"
+BY_NAME = "by parameter name"
 
 
 def choose(recipe: Recipe) -> str:
@@ -38,6 +42,14 @@ def choose(recipe: Recipe) -> str:
         return recipe.engine.name
     launched_by_deepspeed = "CROSS_RANK" in os.environ and "LOCAL_SIZE" in os.environ
     return "deepspeed" if recipe.engine.deepspeed or launched_by_deepspeed else "ddp"
+
+
+def state_form(recipe: Recipe, engine_name: str) -> str:
+    """How the state is saved: what is by parameter name goes on in every engine and on any number of ranks."""
+    if engine_name != "deepspeed":
+        return BY_NAME
+    stage = deepspeed_config(recipe).get("zero_optimization", {}).get("stage", 0)
+    return f"DeepSpeed's own, ZeRO-{stage} on {dist.get_world_size()} ranks"
 
 
 def schedule(recipe: Recipe, done: int) -> float:
@@ -91,6 +103,22 @@ class Engine(ABC):
         passes.close()
 
     @abstractmethod
+    def chunks(self) -> list[Chunk]:
+        """What this rank writes of values and states."""
+
+    @abstractmethod
+    def settings_to_save(self) -> dict[str, Any]:
+        """What belongs to the states and is no tensor; JSON values."""
+
+    @abstractmethod
+    def save_by_itself(self, folder: Path) -> None:
+        """Files that the engine's library writes; nothing where ``chunks`` has all."""
+
+    @abstractmethod
+    def load(self, folder: Path, reader: Reader, settings: dict[str, Any]) -> None:
+        """What was saved; an error is the same on all ranks."""
+
+    @abstractmethod
     def _passes(self) -> exact_loop.Engine: ...
 
     @abstractmethod
@@ -123,11 +151,6 @@ class Plain(Engine):
             self.optimizer.attach(self.ddp)  # each rank orthogonalises its share of the matrices
         self.keep_settings()
         self.name = "DDP" if self.ddp else "one process"
-
-    @staticmethod
-    def facts(recipe: Recipe) -> dict[str, Any]:
-        """What a checkpoint must agree with, known before the engine is built."""
-        return {"engine": "DDP or one process"}  # a checkpoint of either goes on in the other
 
     def train_step(self, done: int, micro_batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The update that follows ``done`` updates.
@@ -168,17 +191,19 @@ class Plain(Engine):
         with torch.autocast(self.device.type, dtype=half, enabled=half is not None):
             return models.loss(model, sequences.to(self.device, non_blocking=True))
 
-    def save(self, folder: Path) -> None:
-        """Rank 0 writes; all ranks hold the same."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
-            torch.save({name: part.state_dict() for name, part in parts.items()}, folder / STATE_FILE)
+    def chunks(self) -> list[Chunk]:
+        """Values and states by parameter name; all ranks hold the same, and each writes an equal share."""
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return list(my_share(by_name.chunks(self.model, self.optimizer), rank, size))
 
-    def load(self, folder: Path) -> None:
-        mapped = self.device.type == "cuda"  # not in memory once for each GPU; on a CPU the states would stay mapped
-        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+    def settings_to_save(self) -> dict[str, Any]:
+        return by_name.settings(self.model, self.optimizer)
+
+    def save_by_itself(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path, reader: Reader, settings: dict[str, Any]) -> None:
+        with together(f"loading {folder}"):
+            by_name.load(self.model, self.optimizer, reader, settings)
 
     def close(self) -> None: ...
 
@@ -198,11 +223,6 @@ class ZeRO(Engine):
         self.engine = initialize(model=self.model, optimizer=self.optimizer, config=config)[0]
         self.keep_settings()
         self.name = f"DeepSpeed ZeRO-{self.engine.zero_optimization_stage()}"
-
-    @staticmethod
-    def facts(recipe: Recipe) -> dict[str, Any]:
-        stage = deepspeed_config(recipe).get("zero_optimization", {}).get("stage", 0)
-        return {"engine": f"DeepSpeed ZeRO-{stage}", "world_size": dist.get_world_size()}
 
     def train_step(self, done: int, micro_batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
@@ -230,10 +250,16 @@ class ZeRO(Engine):
         self.engine.train()
         return loss
 
-    def save(self, folder: Path) -> None:
+    def chunks(self) -> list[Chunk]:
+        return []
+
+    def settings_to_save(self) -> dict[str, Any]:
+        return {}
+
+    def save_by_itself(self, folder: Path) -> None:
         self.engine.save_checkpoint(str(folder), tag="deepspeed")
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, reader: Reader, settings: dict[str, Any]) -> None:
         loaded, _ = self.engine.load_checkpoint(str(folder), tag="deepspeed")
         if loaded is None:
             raise FileNotFoundError(f"nothing of DeepSpeed in {folder}")

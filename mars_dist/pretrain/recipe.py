@@ -87,7 +87,11 @@ class Validation(Section):
 class Checkpoint(Section):
     every_steps: int | None = _whole(5000, null=", or null")
     every_minutes: float | None = _number(None, above=0, null=", or null")
-    keep_last: int = _whole(2)  # older ones are removed
+    keep_last: int = _whole(2)  # older ones are removed,
+    keep_every: int | None = _whole(None, null=", or null")  # but those of steps divisible by this stay
+    asynchronous: bool = _flag(
+        False
+    )  # written while training goes on; each rank keeps a copy of its part in CPU memory
 
 
 class Logging(Section):

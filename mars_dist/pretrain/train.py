@@ -17,7 +17,7 @@ from torch import Tensor
 import mars_dist
 from mars_dist.pretrain import checkpoint, data
 from mars_dist.pretrain import model as models
-from mars_dist.pretrain.engine import Plain, ZeRO, choose, deepspeed_config, flat
+from mars_dist.pretrain.engine import Plain, ZeRO, choose, deepspeed_config, flat, state_form
 from mars_dist.pretrain.folder import claimed, keep_recipe
 from mars_dist.pretrain.metrics import Metrics
 from mars_dist.pretrain.peers import Watch, compare
@@ -83,10 +83,13 @@ def _train(
         warn_of_short_text(recipe, sequences)
 
     kind = ZeRO if engine_name == "deepspeed" else Plain
-    facts = what_must_agree(recipe, digest) | kind.facts(recipe)
+    facts = what_must_agree(recipe, digest) | {"state": state_form(recipe, engine_name)}
     folder = out / "checkpoints"
-    saved = checkpoint.latest(folder) if resume else None
-    check_agreement(saved, facts, world)
+    if world.rank == 0:
+        checkpoint.tidy(folder, everything=False)
+    world.gather([0.0])  # nobody looks before that
+    saved = checkpoint.newest_valid(folder) if resume else None
+    check_agreement(saved, facts)
 
     torch.manual_seed(recipe.training.seed)
     engine = kind(recipe, world.device)
@@ -97,7 +100,8 @@ def _train(
 
     per_step = recipe.training.batch * recipe.model.sequence_length
     flops, peak = models.flops_per_token(engine.model, recipe.model), models.peak_flops(world.device)
-    with Metrics(recipe, out, step, about, active=world.rank == 0, bar=bar) as metrics:
+    keeper = checkpoint.Checkpoints(folder, recipe.checkpoint, facts)
+    with keeper, Metrics(recipe, out, step, about, active=world.rank == 0, bar=bar) as metrics:
         metrics.say(describe(recipe, about, step, out))
         if step >= recipe.training.steps:
             metrics.say(f"finished at step {step}; for more: --set training.steps=..., to start over: --fresh")
@@ -118,11 +122,15 @@ def _train(
 
             minutes = recipe.checkpoint.every_minutes
             is_time = minutes is not None and time.perf_counter() - last_saved > 60 * minutes
-            # The one exchange of a step: what it cost, whether a signal came, whether it is time to save.
-            told = world.gather([loss.item(), norm.item(), float(bool(noted)), float(is_time)])
+            # The one exchange of a step: what it cost, whether a signal came, whether it is time to save, and whether
+            # the checkpoint of an earlier step is on disk.
+            said = [loss.item(), norm.item(), float(bool(noted)), float(is_time), float(keeper.is_written)]
+            told = world.gather(said)
             stop_if_not_finite("loss", [losses for losses, *_ in told], step, folder)
             stop_if_not_finite("norm of the gradient", [norms for _, norms, *_ in told], step, folder)
-            stopped, is_time = any(signals for *_, signals, _ in told), bool(told[0][3])
+            stopped, is_time = any(signals for _, _, signals, *_ in told), bool(told[0][3])
+            if all(written for *_, written in told):
+                keeper.finish()
 
             seconds = time.perf_counter() - step_began
             record: dict[str, Any] = {
@@ -149,11 +157,13 @@ def _train(
 
             every = recipe.checkpoint.every_steps
             if last or stopped or is_time or (every and step % every == 0):
-                checkpoint.save(folder, step, facts, engine.save, recipe.checkpoint.keep_last)
+                keeper.save(step, engine)
                 last_saved = time.perf_counter()
             if stopped and not last:
+                keeper.finish()
                 metrics.say(f"stopped by a signal at step {step}; saved: run the same command again to go on")
                 break
+        keeper.finish()
         done = step >= recipe.training.steps
         if done:
             metrics.summary({**about, "steps": step, **rules_of(engine)}, time.perf_counter() - began)
@@ -240,21 +250,18 @@ def what_must_agree(recipe: Recipe, digest: str) -> dict[str, Any]:
     }
 
 
-def check_agreement(saved: Path | None, facts: dict[str, Any], world: World) -> None:
+def check_agreement(saved: Path | None, facts: dict[str, Any]) -> None:
     """Refuse a checkpoint of another run before anything large is built.
 
     Raises:
-        ValueError: with all that differs; and when the ranks do not see the same checkpoint.
+        ValueError: with all that differs.
     """
-    seen = sorted({int(step) for (step,) in world.gather([float(checkpoint.step_of(saved) if saved else 0)])})
-    if len(seen) > 1:
-        raise ValueError(f"ranks see different checkpoints, of steps {seen}: --out must be one folder for all of them")
     theirs = checkpoint.facts_of(saved) if saved else facts
-    differing = [key for key in facts | theirs if key != "step" and theirs.get(key) != facts.get(key)]
+    differing = [key for key in facts | theirs if theirs.get(key) != facts.get(key)]
     if differing:
         remedy = "Choose another --out, or --fresh to start over."
-        if differing == ["world_size"]:
-            remedy = f"DeepSpeed cannot change the number of ranks: start {theirs['world_size']}. Or c{remedy[1:]}"
+        if differing == ["state"]:
+            remedy = f"DeepSpeed's own files go on in the same stage and number of ranks only. Or c{remedy[1:]}"
         raise ValueError(
             f"{saved} belongs to another run: "
             + "; ".join(f"{key} is {theirs.get(key)!r} there and {facts.get(key)!r} here" for key in differing)
@@ -263,22 +270,10 @@ def check_agreement(saved: Path | None, facts: dict[str, Any], world: World) -> 
 
 
 def continue_from(saved: Path | None, engine: Plain | ZeRO) -> int:
-    """Load ``saved`` and return its step; 0 without one.
-
-    Raises:
-        RuntimeError: when it is damaged.
-    """
+    """Load ``saved`` and return its step; 0 without one."""
     if saved is None:
         return 0
-    try:
-        engine.load(saved)
-        checkpoint.restore_rng(saved)
-    except Exception as error:  # torch and DeepSpeed raise many kinds for a damaged file; running out of memory is one
-        reason = (str(error).splitlines() or [""])[0]
-        raise RuntimeError(
-            f"{saved} cannot be loaded ({type(error).__name__}: {reason}). If it is damaged, remove that folder, "
-            "and the run goes on from the checkpoint before it"
-        ) from error
+    checkpoint.restore(saved, engine)
     return checkpoint.step_of(saved)
 
 
