@@ -52,7 +52,7 @@ def test_killed_at_any_moment_the_run_ends_as_if_undisturbed(
     """A third of the kills at a random time, the others while a checkpoint is being written."""
     random_times, killed, in_a_save, resumed_at = random.Random(7), 0, 0, []
     for number in range(3 * KILLS):
-        if killed == KILLS:
+        if killed >= KILLS and in_a_save >= 5:
             break
         name = list(WAYS)[number % 3]
         whole, seconds = undisturbed[name]
@@ -73,11 +73,12 @@ def test_killed_at_any_moment_the_run_ends_as_if_undisturbed(
             continue
         assert run.exitcode == -signal.SIGKILL
         killed += 1
-        in_a_save += any(True for _ in temporary_folders(out))
         before = checkpoint.latest(out / "checkpoints")
+        newest = checkpoint.step_of(before) if before else 0
+        in_a_save += any(int(path.name[6:14]) > newest for path in temporary_folders(out))  # others are being removed
         for finished in checkpoint.complete(out / "checkpoints"):
             assert not manifest.faults(finished), "complete means whole"
-        resumed_at.append(checkpoint.step_of(before) if before else 0)
+        resumed_at.append(newest)
         written = len((out / "losses.jsonl").read_text().splitlines())
         again = process(crash_cases.train, out, *arguments)
         again.join(120)
@@ -87,7 +88,7 @@ def test_killed_at_any_moment_the_run_ends_as_if_undisturbed(
         assert losses(out) == losses(whole)
         assert_identical(contents(out), contents(whole))
         assert not list(temporary_folders(out))
-    assert killed == KILLS and in_a_save >= 3, (killed, in_a_save)
+    assert killed >= KILLS and in_a_save >= 5, (killed, in_a_save)
     assert len(set(resumed_at)) >= 3, resumed_at
 
 
