@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 import mars_dist
-from mars_dist.pretrain import checkpoint
+from mars_dist.pretrain import checkpoint, peers
 from mars_dist.pretrain.peers import Peer, differences
 from mars_dist.pretrain.recipe import Recipe
+from mars_dist.pretrain.world import limit_waiting
 from tests.processes import free_port, run_python
 from tests.ranks import RankPool
 from tests.train_cases import SMALL, in_turn, in_world, losses, recipe, records, run, with_deepspeed
@@ -139,35 +142,55 @@ def test_a_process_that_was_killed_has_ended_also_before_its_parent_looks() -> N
     assert peer.has_ended()
 
 
-# Rank 1 is killed once, as by the system: it can do nothing about it.
+# A rank is killed at each start that PLAN has something for, as by the system: it can do nothing about it.
 KILLED = """
-import os, signal, sys
-from pathlib import Path
+import json, os, signal, sys
 from mars_dist import cli
+from mars_dist.checkpoint import tensors
 from mars_dist.pretrain.engine import Plain, ZeRO
-marker = Path(os.environ["KILLED"])
+start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", os.environ["START"]))
+plan = json.loads(os.environ["PLAN"])
+rank, update, part = plan[start] if start < len(plan) else (-1, -1, None)
+mine = os.environ["RANK"] == str(rank)
 def dying(step):
     def train_step(self, done, micro_batches):
-        if done == 7 and os.environ["RANK"] == "1" and not marker.exists():
-            marker.touch()
+        if mine and part is None and done == update:
             os.kill(os.getpid(), signal.SIGKILL)
         return step(self, done, micro_batches)
     return train_step
 for engine in (Plain, ZeRO):
     engine.train_step = dying(engine.train_step)
+write, written = tensors._write_all, 0
+def write_all(descriptor, data):  # a part of the bytes of a checkpoint's file, and then nothing
+    global written
+    if mine and part is not None and f".step-{update:08d}.tmp" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        written += len(data)
+        if written > part:
+            write(descriptor, data[:len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+    write(descriptor, data)
+tensors._write_all = write_all
 sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-def start(folder: Path, launcher: list[str], *settings: str, seconds: float = 150) -> tuple[int, str]:
-    """Train SMALL on two ranks of ``launcher``; rank 1 is killed at its 8th update unless it was before."""
+def start(
+    folder: Path, launcher: list[str], plan: list[tuple[int, int, int | None]], number: int = 0, *settings: str
+) -> tuple[int, str]:
+    """Train SMALL on two ranks of ``launcher``.
+
+    Args:
+        plan: by start the rank that is killed, the update before which or the checkpoint in which, and for that the
+            bytes of its file that it has written by then.
+        number: of the start, where the launcher does not count.
+    """
     script = folder / "killed.py"
     script.write_text(KILLED)
     words = [f"--set={key}={value}" for key, value in SMALL.items()]
     words += ["--set=training.micro_batch=1", "--set=logging.tensorboard=true", *settings]
     command = [*launcher, script, "train", "tiny", *words, "--out", folder / "run", "--debug"]
-    env = SECRETS | {"KILLED": str(folder / "was-killed")}
-    done = run_python(*command, folder=folder, seconds=seconds, env=env)
+    env = SECRETS | {"PLAN": json.dumps(plan), "START": str(number)}
+    done = run_python(*command, folder=folder, seconds=240, env=env)
     return done.returncode, done.stdout
 
 
@@ -177,21 +200,38 @@ def undisturbed(pool: RankPool, made_by: Recipe, folder: Path, how: Any = in_tur
     return losses(folder / "whole")
 
 
+def assert_went_on(out: Path, starts: int) -> None:
+    """Nothing of the parts that were lost is left."""
+    assert [next(iter(record)) for record in records(out)].count("run") == starts
+    steps = [path.name for path in checkpoint.complete(out / "checkpoints")]
+    assert steps == ["step-00000005", "step-00000010"] and not list((out / "checkpoints").glob(".*"))
+
+
+HAS_ENDED = r"RankLost: rank {} \(process \d+ on \S+\) has ended: .* goes on from its last checkpoint"
+
+
 def test_torchrun_starts_again_and_the_run_goes_on(pool: RankPool, tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--master-port", free_port()]
-    code, said = start(tmp_path, launcher)
+    code, said = start(tmp_path, launcher, [(1, 7, None)])
     assert code == 0, said
-    assert (tmp_path / "was-killed").exists()
-    assert re.search(r"RankLost: rank 1 \(process \d+ on \S+\) has ended: .* goes on from its last checkpoint", said), (
-        said
-    )
+    assert re.search(HAS_ENDED.format(1), said), said
     assert losses(tmp_path / "run") == undisturbed(pool, recipe(training__micro_batch=1), tmp_path)
-    assert [next(iter(record)) for record in records(tmp_path / "run")].count("run") == 2
-    assert [path.name for path in checkpoint.complete(tmp_path / "run/checkpoints")] == [
-        "step-00000005",
-        "step-00000010",
-    ]
-    assert not list((tmp_path / "run/checkpoints").glob(".*"))
+    assert_went_on(tmp_path / "run", starts=2)
+    assert_no_secret(tmp_path / "run", said)
+
+
+@pytest.mark.slow
+def test_killed_three_times_also_in_the_middle_of_a_save(pool: RankPool, tmp_path: Path) -> None:
+    """Rank 0 while the first checkpoint is written, rank 1 at some update, rank 1 while the last is written."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    plan = [(0, 5, 100_000), (1, random.Random(5).randint(6, 9), None), (1, 10, 2_000_000)]
+    code, said = start(tmp_path, launcher, plan)
+    assert code == 0, said
+    for rank in (0, 1):
+        assert re.search(HAS_ENDED.format(rank), said), said
+    assert said.count("failed (exitcode: -9)") == 3, said
+    assert losses(tmp_path / "run") == undisturbed(pool, recipe(training__micro_batch=1), tmp_path)
+    assert_went_on(tmp_path / "run", starts=3)  # the first has left no checkpoint: its curve was put aside
     assert_no_secret(tmp_path / "run", said)
 
 
@@ -200,10 +240,65 @@ def test_the_deepspeed_launcher_ends_and_the_same_command_goes_on(pool: RankPool
     def launcher() -> list[str]:
         return ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", free_port()]
 
-    code, said = start(tmp_path, launcher())
-    assert code != 0 and "rank 1 (process " in said and ") has ended: " in said, said
-    code, also_said = start(tmp_path, launcher())
+    code, said = start(tmp_path, launcher(), [(1, 7, None)])
+    assert code != 0 and re.search(HAS_ENDED.format(1), said), said
+    code, also_said = start(tmp_path, launcher(), [(1, 7, None)], 1)
     assert code == 0, also_said
     made_by = recipe(training__micro_batch=1, engine__name="deepspeed")
     assert losses(tmp_path / "run") == undisturbed(pool, made_by, tmp_path, with_deepspeed)
+    assert_went_on(tmp_path / "run", starts=2)
     assert_no_secret(tmp_path / "run", said, also_said)
+
+
+# ------------------------------------------------------------------------------------- ranks that do not answer
+
+
+WAITING = """
+import subprocess, sys, time
+import torch.distributed as dist
+from mars_dist.pretrain import peers
+peers.GRACE = 1.0
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+me = peers.Peer.myself(0)
+watch = peers.Watch([me, peers.Peer(1, "here", me.system, child.pid, peers._started(child.pid)[1])])
+time.sleep(2.5)
+print("the other one lives", flush=True)
+child.kill()
+time.sleep(60)
+print("waited for ever", flush=True)
+"""
+
+
+def test_who_still_waits_for_a_rank_that_is_gone_is_ended(tmp_path: Path) -> None:
+    """As under NCCL, where a collective says nothing, and a signal from the launcher is only noted."""
+    done = run_python("-c", WAITING, folder=tmp_path, seconds=50)
+    assert done.returncode == 1, done.stdout
+    assert "the other one lives" in done.stdout and "waited for ever" not in done.stdout
+    assert re.search(r"mars-dist: error: rank 1 \(process \d+ on here\) has ended: .*still waited", done.stdout)
+
+
+def one_hangs(seconds: float) -> str:
+    """Rank 1 comes late to a collective; what the other one says."""
+    peers.SOON = 1.0
+    watch = peers.Watch(peers.compare({"a": 1}))
+    limit_waiting(2 / 60)
+    try:
+        if dist.get_rank() == 1:
+            time.sleep(seconds)
+            return ""
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            assert watch.explain(ValueError("about something else")) is None
+            return str(watch.explain(error))
+        return "no error"
+    finally:
+        watch.stop()
+
+
+def test_a_rank_that_hangs_is_named_after_the_timeout(pool: RankPool, tmp_path: Path) -> None:
+    said = pool.run(in_world, 2, tmp_path / "rendezvous", one_hangs, 8.0)[0]
+    assert re.search(r"the ranks have lost each other: rank 1 \(process \d+ on .*\) did not answer", said), said
+    assert "engine.timeout_minutes" in said
+    pool.close()

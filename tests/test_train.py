@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mars_dist import cli
-from mars_dist.checkpoint import CheckpointError
+from mars_dist.checkpoint import CheckpointError, manifest
 from mars_dist.pretrain import checkpoint, data
 from mars_dist.pretrain import model as models
 from mars_dist.pretrain.engine import choose, deepspeed_config
@@ -342,6 +342,56 @@ def test_every_so_many_steps_and_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert run(recipe(checkpoint__every_steps=3, checkpoint__keep_last=2), tmp_path)[0] == 0
     assert names(tmp_path) == ["latest", "step-00000009", "step-00000010"]
     assert (tmp_path / "checkpoints/latest").read_text() == "step-00000010"
+
+
+def test_some_stay_for_ever(tmp_path: Path) -> None:
+    assert run(recipe(checkpoint__every_steps=2, checkpoint__keep_last=1, checkpoint__keep_every=4), tmp_path)[0] == 0
+    assert names(tmp_path) == ["latest", "step-00000004", "step-00000008", "step-00000010"]
+
+
+def test_saving_while_training_goes_on(pool: RankPool, tmp_path: Path, undisturbed: Path) -> None:
+    """On one process and two ranks; the same numbers, also after a crash, and no step that is not whole."""
+    settings = {"checkpoint__every_steps": 2, "checkpoint__keep_last": 20, "checkpoint__asynchronous": "true"}
+    assert run(recipe(**settings), tmp_path / "whole")[0] == 0
+    assert_same_end(tmp_path / "whole", undisturbed)
+    assert names(tmp_path / "whole") == ["latest", *(f"step-{n:08d}" for n in (2, 4, 6, 8, 10))]
+    made_by = recipe(**settings, training__micro_batch=1)
+    plan = [*whole_and_parts(made_by, tmp_path / "2"), (recipe(training__micro_batch=1), tmp_path / "2/plain")]
+    for whole, crashed, rest, plain in pool.run(in_world, 2, tmp_path / "rendezvous", in_turn, plan)[:2]:
+        assert (whole[0], crashed[0], rest[0], plain[0]) == (0, "crash", 0, 0)
+        assert min(rest[1].trained) in (4, 6), "the sixth was under way"
+    for out in ("parts", "whole"):
+        assert_same_end(tmp_path / "2" / out, tmp_path / "2/plain")
+        assert all(not manifest.faults(path) for path in checkpoint.complete(tmp_path / "2" / out / "checkpoints"))
+
+
+def test_a_shard_that_is_missing_and_one_that_is_changed(pool: RankPool, tmp_path: Path) -> None:
+    """Of the newest checkpoint of two ranks; the one before is taken on every rank, and none when that is damaged."""
+    made_by = recipe(training__micro_batch=1, checkpoint__every_steps=3)
+    plan = [(made_by, tmp_path / "whole"), (made_by, tmp_path / "parts", {7: "crash"})]
+    pool.run(in_world, 2, tmp_path / "rendezvous", in_turn, plan)
+    folder = tmp_path / "parts/checkpoints"
+    assert names(tmp_path / "parts") == ["latest", "step-00000003", "step-00000006"]
+    sizes = [file.stat().st_size for file in sorted((folder / "step-00000006").glob("*.safetensors"))]
+    assert len(sizes) == 2 and max(sizes) < 1.1 * sum(sizes) / 2, sizes
+    (folder / "step-00000006/mars-00001-of-00002.safetensors").unlink()
+    results = pool.run(in_world, 2, tmp_path / "rendezvous2", in_turn, [(made_by, tmp_path / "parts")])[:2]
+    assert [(code, min(seen.trained)) for ((code, seen),) in results] == [(0, 3), (0, 3)]
+    assert_same_end(tmp_path / "parts", tmp_path / "whole")
+
+    for checkpoint_ in checkpoint.complete(folder):
+        file = checkpoint_ / "mars-00001-of-00002.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    more = recipe(training__micro_batch=1, training__steps=12)
+    said = [
+        result[0][0]
+        for result in pool.run(in_world, 2, tmp_path / "rendezvous3", in_turn, [(more, tmp_path / "parts")])[:2]
+    ]
+    assert said[0] == said[1] and re.match(
+        r"ValueError: no checkpoint in .* is whole: step-00000010 is damaged and passed over: .*00001-of-00002.safetensors "
+        r"has another content .*; step-00000009 is damaged",
+        said[0],
+    )
 
 
 def test_every_so_many_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,12 +27,12 @@ def export(source: Path, out: Path) -> None:
         FileExistsError: when ``out`` exists and is not empty.
     """
     folder, run = find(source)
-    if faults := manifest.faults(folder):
-        raise ValueError(f"{folder} is damaged: {faults[0]}. Export another one")
     if not (run / "recipe.yaml").is_file():
         raise ValueError(f"{run} has no recipe.yaml: a checkpoint is exported from where its run has it")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not empty: choose another folder")
+    if faults := manifest.faults(folder):
+        raise ValueError(f"{folder} is damaged: {faults[0]}. Export another one")
     recipe = load(str(run / "recipe.yaml"), ["model.compile=false"])
     model: Any = models.build(recipe.model)
     model.load_state_dict(weights(folder))

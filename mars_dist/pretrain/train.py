@@ -17,7 +17,7 @@ from torch import Tensor
 import mars_dist
 from mars_dist.pretrain import checkpoint, data
 from mars_dist.pretrain import model as models
-from mars_dist.pretrain.engine import Plain, ZeRO, choose, deepspeed_config, flat, state_form
+from mars_dist.pretrain.engine import BY_NAME, Plain, ZeRO, choose, deepspeed_config, flat, state_form
 from mars_dist.pretrain.folder import claimed, keep_recipe
 from mars_dist.pretrain.metrics import Metrics
 from mars_dist.pretrain.peers import Watch, compare
@@ -185,6 +185,8 @@ def start_alike(recipe: Recipe, engine_name: str, resume: bool) -> tuple[Texts, 
         accumulation(
             recipe.training.batch, recipe.training.micro_batch, dist.get_world_size() if dist.is_initialized() else 1
         )
+        if recipe.checkpoint.asynchronous and (form := state_form(recipe, engine_name)) != BY_NAME:
+            raise ValueError(f"checkpoint.asynchronous = true cannot be had where the state is {form}: give false")
         train_text = open_sequences(recipe, "train")
         texts = *train_text, *(open_sequences(recipe, "val") if recipe.validation.every else (None, None))
         facts = what_ranks_share(recipe, engine_name, resume, texts[1], texts[3])
