@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mars_dist.checkpoint.tensors import Reader, write
 from mars_dist import MARS
+from mars_dist.checkpoint.tensors import Reader, write
 from mars_dist.pretrain import model as models
 from mars_dist.pretrain.engine import Plain, schedule
 from mars_dist.pretrain.recipe import Recipe, load

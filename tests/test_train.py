@@ -388,8 +388,8 @@ def test_a_shard_that_is_missing_and_one_that_is_changed(pool: RankPool, tmp_pat
         for result in pool.run(in_world, 2, tmp_path / "rendezvous3", in_turn, [(more, tmp_path / "parts")])[:2]
     ]
     assert said[0] == said[1] and re.match(
-        r"ValueError: no checkpoint in .* is whole: step-00000010 is damaged and passed over: .*00001-of-00002.safetensors "
-        r"has another content .*; step-00000009 is damaged",
+        r"ValueError: no checkpoint in .* is whole: step-00000010 is damaged and passed over: .*00001-of-00002"
+        r".safetensors has another content .*; step-00000009 is damaged",
         said[0],
     )
 
