@@ -69,7 +69,38 @@ def test_every_dtype_is_read_by_the_library_as_well(tmp_path: Path, dtype: torch
     )
     found = load_file(tmp_path / "a.safetensors")
     assert same_bits(found["w@0:15"], value) and len(found) == 2
+    content = (tmp_path / "a.safetensors").read_bytes()
+    end = 8 + struct.unpack("<Q", content[:8])[0]
+    begin = end + json.loads(content[8:end])["w@0:15"]["data_offsets"][0]
+    assert begin % value.element_size() == 0, "for those that map the file into memory"
     assert Reader(tmp_path).metadata == {"a.safetensors": {"a": "b"}}
+
+
+def test_a_file_is_on_disk_when_write_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    record = write(tmp_path / "a.safetensors", [whole("w", torch.ones(5_000_000))])
+    assert sizes == [record.size] and record.size > 20_000_000
+
+
+def test_a_failure_in_the_middle_is_raised_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, system_write = [], os.write
+
+    def fails(descriptor: int, data: memoryview) -> int:
+        count.append(len(data))
+        if len(count) == 3:
+            raise OSError(28, "No space left on device")
+        return system_write(descriptor, data[: len(data) // 2 + 1])  # the system may take less than it is given
+
+    monkeypatch.setattr(os, "write", fails)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "a.safetensors", [whole("w", torch.ones(5_000_000))])
+    count[:] = [0] * 10
+    record = write(tmp_path / "b.safetensors", [whole("w", torch.ones(1000))])
+    monkeypatch.undo()
+    assert record == manifest.record(tmp_path / "b.safetensors")
+    with pytest.raises(FileExistsError):
+        write(tmp_path / "b.safetensors", [])
 
 
 def test_what_is_not_contiguous_or_requires_a_gradient(tmp_path: Path) -> None:
@@ -310,9 +341,8 @@ def test_no_rank_writes_much_more_than_the_mean(tmp_path: Path, world_size: int)
     """GPT-2's shapes with the states of MARS; the files of a tiny one are written, the bytes of the others counted."""
 
     def chunks(size: str, device: str = "meta") -> list[Chunk]:
-        shapes = [
-            (f"{n}/{s}", shape) for n, shape in enumerate(gpt2_shapes(size)) for s in ("param", "exp_avg", "prev")
-        ]
+        states = ("param", "exp_avg", "prev_grad")
+        shapes = [(f"{n}/{state}", shape) for n, shape in enumerate(gpt2_shapes(size)) for state in states]
         steps = [whole(f"{n}/step", torch.tensor(1.0)) for n in range(len(shapes) // len(states))]
         return [whole(name, torch.zeros(shape, device=device)) for name, shape in shapes] + steps
 

@@ -199,7 +199,9 @@ def step_of(checkpoint: Path) -> int:
 def tidy(folder: Path, everything: bool) -> None:
     """Remove what was half written when a process was killed; with ``everything`` all checkpoints of a run, too.
 
-    Only while nobody saves. A folder without a manifest is somebody else's and stays.
+    Only while nobody saves. A folder without a manifest is somebody else's and stays. Where two folders could not
+    change places at once, a checkpoint that was to be replaced by one of the same step comes back: so call it before
+    ``latest``.
     """
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         if TEMPORARY.fullmatch(path.name):
@@ -296,8 +298,8 @@ def _remove(path: Path) -> None:
     """A folder or a file, there or not."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    elif os.path.lexists(path):
+        path.unlink()
 
 
 def _try_to_remove(path: Path) -> None:
