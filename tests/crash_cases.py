@@ -21,8 +21,9 @@ import torch
 from torch import nn
 
 from mars_dist import MARS
+from mars_dist.checkpoint.named import chunks_of, load_chunks, settings_of
 from mars_dist.checkpoint.tensors import Chunk, Reader
-from mars_dist.pretrain import by_name, checkpoint
+from mars_dist.pretrain import checkpoint
 
 STEPS, EVERY, WIDTH = 12, 2, 256
 FACTS = {"model.width": WIDTH}
@@ -47,15 +48,15 @@ class Tiny:
         return loss.detach()
 
     def chunks(self) -> list[Chunk]:
-        return list(by_name.chunks(self.model, self.optimizer))
+        return list(chunks_of(self.optimizer, self.model))
 
     def settings_to_save(self) -> dict[str, Any]:
-        return by_name.settings(self.model, self.optimizer)
+        return settings_of(self.optimizer, self.model)
 
     def save_by_itself(self, folder: Path) -> None: ...
 
     def load(self, folder: Path, reader: Reader, settings: dict[str, Any]) -> None:
-        by_name.load(self.model, self.optimizer, reader, settings)
+        load_chunks(self.optimizer, self.model, reader, settings)
 
 
 def train(out: Path, asynchronous: bool = False, exact: bool = False, steps: int = STEPS) -> None:

@@ -133,7 +133,7 @@ def tensors(content: Any, where: str = "") -> dict[str, Tensor]:
 def saved(checkpoint: Path) -> dict[str, Tensor]:
     """Values and optimizer states of a checkpoint, whole, however many ranks wrote them; and DeepSpeed's own files."""
     reader = Reader(checkpoint)
-    found = {name: reader.whole(name).clone() for name in reader.names() if not name.startswith("rng/")}
+    found = {name: reader.whole(name).clone() for name in reader.names()}
     for file in sorted(checkpoint.rglob("*.pt")):
         found |= tensors(torch.load(file, weights_only=False), file.name)
     assert len(found) > 10, checkpoint

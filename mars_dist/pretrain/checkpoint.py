@@ -32,6 +32,7 @@ __all__ = ["Checkpoints", "complete", "facts_of", "latest", "newest_valid", "res
 logger = logging.getLogger("mars_dist")
 
 FACTS, SETTINGS = "run", "settings"
+RANDOM = "random"  # a folder
 
 
 class Checkpoints:
@@ -47,17 +48,17 @@ class Checkpoints:
 
     def save(self, step: int, engine: Plain | ZeRO) -> None:
         """With ``asynchronous`` this returns when the tensors are copied: see ``finish``."""
-        chunks = [*engine.chunks(), *_rng_chunks()]
+        chunks = engine.chunks()
         metadata = {SETTINGS: json.dumps(engine.settings_to_save())}
         if self._saver is not None:
-            self._saver.save(step, self.facts, chunks, metadata)
+            self._saver.save(step, self.facts, chunks, metadata, also=_write_random_states)
             return
         rank, size = _rank_and_size()
         name = tensors.file_name(rank, size)
 
         def write(folder: Path) -> dict[str, manifest.Record]:
             engine.save_by_itself(folder)
-            return {name: tensors.write(folder / name, chunks, metadata)}
+            return {name: tensors.write(folder / name, chunks, metadata), **_write_random_states(folder)}
 
         bytes_of_all = sum(chunk.nbytes for chunk in chunks)
         how = self.how
@@ -155,25 +156,29 @@ def restore(checkpoint: Path, engine: Plain | ZeRO) -> None:
         settings = json.loads(next(iter(reader.metadata.values()))[SETTINGS])
     engine.load(checkpoint, reader, settings)
     with together(f"loading {checkpoint}"):
-        _restore_rng(reader)
+        _restore_random_states(checkpoint)
 
 
-def _rng_chunks() -> list[Chunk]:
-    rank, _ = _rank_and_size()
+def _write_random_states(folder: Path) -> dict[str, manifest.Record]:
+    """Those of this rank, apart from what the optimizer is to load."""
+    rank, size = _rank_and_size()
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    return [Chunk(f"rng/{rank}/{device}", tuple(state.shape), 0, state) for device, state in states.items()]
+    chunks = [Chunk(f"{rank}/{device}", tuple(state.shape), 0, state) for device, state in states.items()]
+    name = f"{RANDOM}/{tensors.file_name(rank, size)}"
+    (folder / RANDOM).mkdir(exist_ok=True)
+    return {name: tensors.write(folder / name, chunks)}
 
 
-def _restore_rng(reader: Reader) -> None:
+def _restore_random_states(checkpoint: Path) -> None:
     """The generators as they were; a rank that the saved run did not have keeps its own."""
-    rank, _ = _rank_and_size()
+    reader, (rank, _) = Reader(checkpoint / RANDOM), _rank_and_size()
     names = reader.names()
-    if f"rng/{rank}/cpu" in names:
-        torch.set_rng_state(reader.whole(f"rng/{rank}/cpu"))
-    if f"rng/{rank}/cuda" in names and torch.cuda.is_available():
-        torch.cuda.set_rng_state(reader.whole(f"rng/{rank}/cuda"))
+    if f"{rank}/cpu" in names:
+        torch.set_rng_state(reader.whole(f"{rank}/cpu"))
+    if f"{rank}/cuda" in names and torch.cuda.is_available():
+        torch.cuda.set_rng_state(reader.whole(f"{rank}/cuda"))
 
 
 def _rank_and_size() -> tuple[int, int]:

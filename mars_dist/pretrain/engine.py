@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mars_dist.checkpoint.shares import my_share
+from mars_dist.checkpoint.named import chunks_of, load_chunks, settings_of
+from mars_dist.checkpoint.names import remember
 from mars_dist.checkpoint.tensors import Chunk, Reader
-from mars_dist.checkpoint.together import together
 from mars_dist.integrations import exact_loop
+from mars_dist.integrations.deepspeed import nvme
 from mars_dist.integrations.deepspeed.launch import initialize
 from mars_dist.optimizer import MARS
-from mars_dist.pretrain import by_name
 from mars_dist.pretrain import model as models
 from mars_dist.pretrain.recipe import accumulation
 
@@ -46,10 +46,9 @@ def choose(recipe: Recipe) -> str:
 
 def state_form(recipe: Recipe, engine_name: str) -> str:
     """How the state is saved: what is by parameter name goes on in every engine and on any number of ranks."""
-    if engine_name != "deepspeed":
+    if engine_name != "deepspeed" or not nvme.is_on(deepspeed_config(recipe)):
         return BY_NAME
-    stage = deepspeed_config(recipe).get("zero_optimization", {}).get("stage", 0)
-    return f"DeepSpeed's own, ZeRO-{stage} on {dist.get_world_size()} ranks"
+    return f"DeepSpeed's own, on the disks of {dist.get_world_size()} ranks"
 
 
 def schedule(recipe: Recipe, done: int) -> float:
@@ -102,21 +101,21 @@ class Engine(ABC):
         passes.zero_grad()
         passes.close()
 
-    @abstractmethod
     def chunks(self) -> list[Chunk]:
-        """What this rank writes of values and states."""
+        """This rank's part of all values and states, by parameter name: it is loaded in any engine, on any ranks."""
+        return list(chunks_of(self.optimizer, self.model))
 
-    @abstractmethod
     def settings_to_save(self) -> dict[str, Any]:
         """What belongs to the states and is no tensor; JSON values."""
+        return settings_of(self.optimizer, self.model)
 
-    @abstractmethod
-    def save_by_itself(self, folder: Path) -> None:
-        """Files that the engine's library writes; nothing where ``chunks`` has all."""
-
-    @abstractmethod
     def load(self, folder: Path, reader: Reader, settings: dict[str, Any]) -> None:
         """What was saved; an error is the same on all ranks."""
+        load_chunks(self.optimizer, self.model, reader, settings)
+
+    def save_by_itself(self, folder: Path) -> None:
+        """Files that the engine's library writes; none where ``chunks`` has all."""
+        return
 
     @abstractmethod
     def _passes(self) -> exact_loop.Engine: ...
@@ -191,20 +190,6 @@ class Plain(Engine):
         with torch.autocast(self.device.type, dtype=half, enabled=half is not None):
             return models.loss(model, sequences.to(self.device, non_blocking=True))
 
-    def chunks(self) -> list[Chunk]:
-        """Values and states by parameter name; all ranks hold the same, and each writes an equal share."""
-        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        return list(my_share(by_name.chunks(self.model, self.optimizer), rank, size))
-
-    def settings_to_save(self) -> dict[str, Any]:
-        return by_name.settings(self.model, self.optimizer)
-
-    def save_by_itself(self, folder: Path) -> None: ...
-
-    def load(self, folder: Path, reader: Reader, settings: dict[str, Any]) -> None:
-        with together(f"loading {folder}"):
-            by_name.load(self.model, self.optimizer, reader, settings)
-
     def close(self) -> None: ...
 
 
@@ -218,6 +203,9 @@ class ZeRO(Engine):
         config = deepspeed_config(recipe)
         self.model = models.build(recipe.model)
         self.optimizer = models.build_optimizer(self.model, recipe.optimizer)
+        self.on_disk = nvme.is_on(config)
+        if not isinstance(self.optimizer, MARS):
+            remember(self.optimizer)  # which parameters are in DeepSpeed's flat tensors
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # it talks on standard output
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # it calls collectives by old names
         self.engine = initialize(model=self.model, optimizer=self.optimizer, config=config)[0]
@@ -251,17 +239,19 @@ class ZeRO(Engine):
         return loss
 
     def chunks(self) -> list[Chunk]:
-        return []
+        return [] if self.on_disk else list(chunks_of(self.engine, self.model))
 
     def settings_to_save(self) -> dict[str, Any]:
-        return {}
+        return {} if self.on_disk else settings_of(self.engine, self.model)
 
     def save_by_itself(self, folder: Path) -> None:
-        self.engine.save_checkpoint(str(folder), tag="deepspeed")
+        if self.on_disk:
+            self.engine.save_checkpoint(str(folder), tag="deepspeed")
 
     def load(self, folder: Path, reader: Reader, settings: dict[str, Any]) -> None:
-        loaded, _ = self.engine.load_checkpoint(str(folder), tag="deepspeed")
-        if loaded is None:
+        if not self.on_disk:
+            load_chunks(self.engine, self.model, reader, settings)
+        elif self.engine.load_checkpoint(str(folder), tag="deepspeed")[0] is None:
             raise FileNotFoundError(f"nothing of DeepSpeed in {folder}")
 
     def close(self) -> None:

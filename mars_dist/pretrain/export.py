@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from mars_dist.checkpoint import manifest
+from mars_dist.checkpoint.named import VALUE
 from mars_dist.checkpoint.tensors import Reader
 from mars_dist.pretrain import checkpoint as checkpoints
 from mars_dist.pretrain import model as models
-from mars_dist.pretrain.by_name import VALUE
 from mars_dist.pretrain.recipe import load  # noqa
 from mars_dist.pretrain.tokenizer import END_OF_TEXT, END_OF_TEXT_ID, load_ranks
 
