@@ -118,6 +118,10 @@ recipes: {names}
 each with an optimizer behind it: -mars-adamw (the default), -mars-lion, -mars-shampoo, -mars-m, -adamw, -muon; for
 example gpt2-small-adamw. `--show` prints what one says.
 
+checkpoints: checkpoint.every_steps and every_minutes say when; keep_last how many stay, keep_every which stay for ever;
+checkpoint.asynchronous=true writes them while training goes on, for one more copy of model and states in CPU memory
+(each rank of its part). engine.timeout_minutes: how long a rank waits for one that does not answer.
+
 {EXIT_CODES}"""
 
 

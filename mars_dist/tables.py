@@ -18,7 +18,7 @@ from mars_dist.agreement import New, check_over_ranks, pieces_of_all_ranks
 from mars_dist.config import Settings
 from mars_dist.maths.rules import MatrixForm, Rule
 from mars_dist.matrices import Plans
-from mars_dist.sharding import fsdp1, torch_native
+from mars_dist.sharding import fsdp1, torch_native, zero
 from mars_dist.sharding.dtensor import is_dtensor, moved_from
 from mars_dist.sharding.layout import WHOLE, Layout, Segment
 from mars_dist.sharding.locate import locate, trainable_only
@@ -197,6 +197,35 @@ class Tables:
             if not new or len(self._rules) >= self._trainable:
                 self._log()
         return bool(new)
+
+    def everything(self, groups: Sequence[dict[str, Any]], settings: Settings) -> list[New]:
+        """Each tensor of ``groups`` that trains with its layout, before the first step as well: to save and to load.
+
+        Every rank gets the same tensors in the same order. Those that were not stepped yet are checked over the ranks
+        (one exchange for each process group), and found again when they are: only gradients tell how they arrive.
+
+        Raises:
+            RuntimeError: as ``MARS.step()`` says.
+        """
+        found, unseen = [], []
+        for group in groups:
+            params = group["params"] or zero.flats(self._named_originals(group[GROUP_ID]))  # empty between steps there
+            group = {**group, "params": params}
+            for position, p in enumerate(params):
+                if not p.requires_grad and not self.is_seen(p):
+                    continue
+                if not self.is_seen(p):
+                    self._follow(group)
+                layout = self.layout(p) if self.is_seen(p) else self._build(group, position, p)
+                found.append(New(p, group, layout, [rule_of(segment, group, settings) for segment in layout.segments]))
+                unseen += [] if self.is_seen(p) else [found[-1]]
+        if unseen:
+            check_over_ranks(unseen, settings)
+        return found
+
+    def original(self, group: Mapping[str, Any], name: str) -> Tensor | None:
+        """The parameter of that name which ``group`` was constructed with, if it is still there."""
+        return next((p for its, p in self._named_originals(group[GROUP_ID]) if its == name), None)
 
     def _with_known_groups(self, layout: Layout) -> Layout:
         """Groups of the same ranks become one, so that one exchange serves them: two equal meshes have different ones,

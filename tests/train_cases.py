@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mars_dist.checkpoint.tensors import Reader
 from mars_dist.pretrain import data, world
 from mars_dist.pretrain import model as models
 from mars_dist.pretrain.engine import Plain, ZeRO
@@ -130,14 +131,13 @@ def tensors(content: Any, where: str = "") -> dict[str, Tensor]:
 
 
 def saved(checkpoint: Path) -> dict[str, Tensor]:
-    """Weights and optimizer states of a checkpoint, of all ranks, whatever the engine."""
-    files = sorted(path for path in checkpoint.rglob("*.pt") if not path.name.startswith("rng-"))
-    assert files, checkpoint
-    return {
-        place: value
-        for file in files
-        for place, value in tensors(torch.load(file, weights_only=False), file.name).items()
-    }
+    """Values and optimizer states of a checkpoint, whole, however many ranks wrote them; and DeepSpeed's own files."""
+    reader = Reader(checkpoint)
+    found = {name: reader.whole(name).clone() for name in reader.names()}
+    for file in sorted(checkpoint.rglob("*.pt")):
+        found |= tensors(torch.load(file, weights_only=False), file.name)
+    assert len(found) > 10, checkpoint
+    return found
 
 
 # ----------------------------------------------------------------------------------------- on the ranks of a pool

@@ -4,27 +4,41 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mars_dist.checkpoint.across import full_states, load_full_states
     from mars_dist.checkpoint.asynchronous import Saver
+    from mars_dist.checkpoint.authors import from_authors, to_authors
     from mars_dist.checkpoint.folder import complete, latest, part, save, step_of, tidy
+    from mars_dist.checkpoint.named import chunks_of, load_chunks, settings_of
+    from mars_dist.checkpoint.names import remember
     from mars_dist.checkpoint.shares import my_share
     from mars_dist.checkpoint.tensors import Chunk, Reader
     from mars_dist.checkpoint.together import CheckpointError
 
 __all__ = ["CheckpointError", "Chunk", "Reader", "Saver", "complete", "latest", "my_share", "part", "save", "step_of"]
 __all__ += ["tidy"]
+__all__ += ["chunks_of", "from_authors", "full_states", "load_chunks", "load_full_states", "remember", "settings_of"]
+__all__ += ["to_authors"]
 
 _LATER = {
     "CheckpointError": "together",
     "Chunk": "tensors",
     "Reader": "tensors",
     "Saver": "asynchronous",
+    "chunks_of": "named",
     "complete": "folder",
+    "from_authors": "authors",
+    "full_states": "across",
     "latest": "folder",
+    "load_chunks": "named",
+    "load_full_states": "across",
     "my_share": "shares",
     "part": "folder",
+    "remember": "names",
     "save": "folder",
+    "settings_of": "named",
     "step_of": "folder",
     "tidy": "folder",
+    "to_authors": "authors",
 }
 
 

@@ -1,129 +1,185 @@
-"""A run's checkpoints: a folder for each, written under a temporary name and renamed, and a pointer written last."""
+"""A run's checkpoints: which one it goes on from, and what is the application's in them.
+
+How a folder is written so that it is complete or not there is in ``mars_dist.checkpoint``; what an engine saves is in
+``engine.py``. The data position is the step: a sequence is found by its number, on any number of ranks.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
-from collections.abc import Callable
+import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-LATEST = "latest"  # for people and other programs: what counts here is the newest folder that is complete
-RUN_FILE = "run.json"
-NAME = re.compile(r"step-(\d{8,})")
-TEMPORARY = re.compile(rf"\.({NAME.pattern}|{LATEST})\.tmp")
+from mars_dist.checkpoint import manifest, tensors
+from mars_dist.checkpoint.asynchronous import Saver
+from mars_dist.checkpoint.attempt import everyones
+from mars_dist.checkpoint.folder import NAME, complete, latest, save, step_of, tidy
+from mars_dist.checkpoint.tensors import Chunk, Reader
+from mars_dist.checkpoint.together import together
+
+if TYPE_CHECKING:
+    from mars_dist.pretrain.engine import Plain, ZeRO
+    from mars_dist.pretrain.recipe import Checkpoint
+
+__all__ = ["Checkpoints", "complete", "facts_of", "latest", "newest_valid", "restore", "step_of", "tidy"]
+
+logger = logging.getLogger("mars_dist")
+
+FACTS, SETTINGS = "run", "settings"
+RANDOM = "random"  # a folder
 
 
-def save(folder: Path, step: int, facts: dict[str, Any], write: Callable[[Path], None], keep_last: int) -> Path:
-    """Write the checkpoint of ``step`` with ``write(folder)`` on every rank; then remove all but the last ones.
-
-    What an earlier process left half written must be gone: see ``tidy``.
+class Checkpoints:
+    """Saves as the recipe says; every rank calls every method, in the same order.
 
     Args:
-        folder: where the run keeps its checkpoints; one and the same folder for all ranks.
-        facts: goes to ``run.json`` in it: what a resumed run must agree with.
+        facts: what a resumed run must agree with.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    name = f"step-{step:08d}"
-    temporary, final = folder / f".{name}.tmp", folder / name
-    if rank == 0:
-        temporary.mkdir(parents=True)
-    _barrier()
-    write(temporary)
-    torch.save(_rng_states(), temporary / f"rng-{rank}.pt")
-    _barrier()
-    if rank == 0:
-        (temporary / RUN_FILE).write_text(json.dumps({"step": step, **facts}, indent=2))
-        for path in sorted(temporary.rglob("*")) + [temporary]:
-            _to_disk(path)
-        _remove(final)
-        temporary.rename(final)
-        pointer = folder / f".{LATEST}.tmp"
-        pointer.write_text(name)
-        os.replace(pointer, folder / LATEST)
-        _to_disk(folder)
-        for old in complete(folder)[:-keep_last]:
-            _remove(old)
-    _barrier()
-    return final
+
+    def __init__(self, folder: Path, how: Checkpoint, facts: Mapping[str, Any]) -> None:
+        self.folder, self.how, self.facts = folder, how, {FACTS: dict(facts)}
+        self._saver = Saver(folder, how.keep_last, how.keep_every) if how.asynchronous else None
+
+    def save(self, step: int, engine: Plain | ZeRO) -> None:
+        """With ``asynchronous`` this returns when the tensors are copied: see ``finish``."""
+        chunks = engine.chunks()
+        metadata = {SETTINGS: json.dumps(engine.settings_to_save())}
+        if self._saver is not None:
+            self._saver.save(step, self.facts, chunks, metadata, also=_write_random_states)
+            return
+        rank, size = _rank_and_size()
+        name = tensors.file_name(rank, size)
+
+        def write(folder: Path) -> dict[str, manifest.Record]:
+            engine.save_by_itself(folder)
+            return {name: tensors.write(folder / name, chunks, metadata), **_write_random_states(folder)}
+
+        bytes_of_all = sum(chunk.nbytes for chunk in chunks)
+        how = self.how
+        save(self.folder, step, self.facts, write, how.keep_last, keep_every=how.keep_every, size=bytes_of_all)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has written in the background what ``finish`` would make visible."""
+        return self._saver is not None and self._saver.under_way is not None and self._saver.written
+
+    def finish(self) -> None:
+        """Wait for what is written in the background, and make it visible."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._saver is not None:
+            self._saver.__exit__(kind, error, at)
 
 
-def complete(folder: Path) -> list[Path]:
-    """The finished checkpoints, oldest first."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(filter(_is_checkpoint, found), key=step_of)
+def newest_valid(folder: Path) -> Path | None:
+    """The newest checkpoint that is as it was written, or None when there is none. Damaged ones are named.
+
+    The ranks share the reading: every file's hash is compared once.
+
+    Raises:
+        ValueError: when the ranks do not see the same folder, or all checkpoints in it are damaged.
+    """
+    rank, size = _rank_and_size()
+    names: list[str] = []
+    with together(f"looking for checkpoints in {folder}"):
+        found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.is_dir() else []
+        names = [path.name for path in sorted(found, key=step_of) if (path / manifest.NAME).is_file()]
+        for path in found if rank == 0 else ():
+            if path.name not in names:
+                logger.warning("%s has no %s: half written, or not of a run; passed over", path, manifest.NAME)
+    seen = everyones(names, None)
+    if any(theirs != seen[0] for theirs in seen):
+        steps = sorted({step_of(Path(theirs[-1])) if theirs else 0 for theirs in seen})
+        raise ValueError(f"ranks see different checkpoints, of steps {steps}: --out must be one folder for all of them")
+    faults: list[str] = []
+    for name in reversed(names):
+        mine: list[str] = []
+        with together(f"reading {folder / name}"):
+            mine = _faults(folder / name, rank, size)
+        here = [fault for theirs in everyones(mine, None) for fault in theirs]
+        if not here:
+            return folder / name
+        faults.append(f"{name} is damaged and passed over: {here[0]}")
+        if rank == 0:
+            logger.warning("%s", faults[-1])
+    if faults:
+        raise ValueError(
+            f"no checkpoint in {folder} is whole: {'; '.join(faults)}. Put one back from a copy, choose another --out, "
+            "or --fresh to start over"
+        )
+    return None
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return NAME.fullmatch(path.name) is not None and (path / RUN_FILE).is_file()
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest finished checkpoint, or None."""
-    found = complete(folder)
-    return found[-1] if found else None
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.split("-")[1])
+def _faults(checkpoint: Path, rank: int, size: int) -> list[str]:
+    """Of the sizes on rank 0, and of the contents of this rank's share of the files."""
+    if (rank == 0 or size == 1) and (found := manifest.faults(checkpoint, contents=False)):
+        return found
+    try:
+        files = manifest.read(checkpoint)["files"]
+    except ValueError:
+        return []  # rank 0 has said so
+    mine = sorted(files)[rank::size]
+    return [
+        f"{checkpoint / name} has another content than was written (its SHA-256 differs)"
+        for name in mine
+        if (checkpoint / name).is_file() and manifest.record(checkpoint / name).sha256 != files[name].sha256
+    ]
 
 
 def facts_of(checkpoint: Path) -> dict[str, Any]:
-    try:
-        facts = json.loads((checkpoint / RUN_FILE).read_text())
-    except ValueError:
-        facts = None
+    """What the run of this checkpoint was."""
+    facts = manifest.read(checkpoint).get(FACTS)
     if not isinstance(facts, dict):
-        raise ValueError(
-            f"{checkpoint / RUN_FILE} is damaged: remove {checkpoint}, and the run goes on from the one before"
-        )
+        raise ValueError(f"{checkpoint} was not written by mars-dist train: choose another --out")
     return facts
 
 
-def tidy(folder: Path, everything: bool) -> None:
-    """Remove what was half written when a process was killed; with ``everything`` the finished checkpoints, too."""
-    for path in list(folder.iterdir()) if folder.is_dir() else ():
-        if TEMPORARY.fullmatch(path.name) or (everything and (path.name == LATEST or _is_checkpoint(path))):
-            _remove(path)
+def restore(checkpoint: Path, engine: Plain | ZeRO) -> None:
+    """Model, optimizer and random states as they were.
+
+    Raises:
+        CheckpointError: on every rank, when one cannot read its part.
+    """
+    with together(f"loading {checkpoint}"):
+        reader = Reader(checkpoint)
+        settings = json.loads(next(iter(reader.metadata.values()))[SETTINGS])
+    engine.load(checkpoint, reader, settings)
+    with together(f"loading {checkpoint}"):
+        _restore_random_states(checkpoint)
 
 
-def restore_rng(checkpoint: Path) -> None:
-    """The generators as they were; a rank that the saved run did not have keeps its own."""
-    file = checkpoint / f"rng-{dist.get_rank() if dist.is_initialized() else 0}.pt"
-    if file.exists():
-        states = torch.load(file, weights_only=True)
-        torch.set_rng_state(states["cpu"])
-        if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])
-
-
-def _rng_states() -> dict[str, torch.Tensor]:
+def _write_random_states(folder: Path) -> dict[str, manifest.Record]:
+    """Those of this rank, apart from what the optimizer is to load."""
+    rank, size = _rank_and_size()
     states = {"cpu": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    chunks = [Chunk(f"{rank}/{device}", tuple(state.shape), 0, state) for device, state in states.items()]
+    name = f"{RANDOM}/{tensors.file_name(rank, size)}"
+    (folder / RANDOM).mkdir(exist_ok=True)
+    return {name: tensors.write(folder / name, chunks)}
 
 
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+def _restore_random_states(checkpoint: Path) -> None:
+    """The generators as they were; a rank that the saved run did not have keeps its own."""
+    reader, (rank, _) = Reader(checkpoint / RANDOM), _rank_and_size()
+    names = reader.names()
+    if f"{rank}/cpu" in names:
+        torch.set_rng_state(reader.whole(f"{rank}/cpu"))
+    if f"{rank}/cuda" in names and torch.cuda.is_available():
+        torch.cuda.set_rng_state(reader.whole(f"{rank}/cuda"))
 
 
-def _remove(path: Path) -> None:
-    """A folder or a file, there or not."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _to_disk(path: Path) -> None:
-    """A name that survives a power cut must not do so without its content."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _rank_and_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

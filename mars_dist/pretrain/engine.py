@@ -20,7 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mars_dist.checkpoint.named import chunks_of, load_chunks, settings_of
+from mars_dist.checkpoint.names import remember
+from mars_dist.checkpoint.tensors import Chunk, Reader
 from mars_dist.integrations import exact_loop
+from mars_dist.integrations.deepspeed import nvme
 from mars_dist.integrations.deepspeed.launch import initialize
 from mars_dist.optimizer import MARS
 from mars_dist.pretrain import model as models
@@ -29,7 +33,7 @@ from mars_dist.pretrain.recipe import accumulation
 if TYPE_CHECKING:
     from mars_dist.pretrain.recipe import Recipe
 
-STATE_FILE = "state.pt"
+BY_NAME = "by parameter name"
 
 
 def choose(recipe: Recipe) -> str:
@@ -38,6 +42,13 @@ def choose(recipe: Recipe) -> str:
         return recipe.engine.name
     launched_by_deepspeed = "CROSS_RANK" in os.environ and "LOCAL_SIZE" in os.environ
     return "deepspeed" if recipe.engine.deepspeed or launched_by_deepspeed else "ddp"
+
+
+def state_form(recipe: Recipe, engine_name: str) -> str:
+    """How the state is saved: what is by parameter name goes on in every engine and on any number of ranks."""
+    if engine_name != "deepspeed" or not nvme.is_on(deepspeed_config(recipe)):
+        return BY_NAME
+    return f"DeepSpeed's own, on the disks of {dist.get_world_size()} ranks"
 
 
 def schedule(recipe: Recipe, done: int) -> float:
@@ -90,6 +101,22 @@ class Engine(ABC):
         passes.zero_grad()
         passes.close()
 
+    def chunks(self) -> list[Chunk]:
+        """This rank's part of all values and states, by parameter name: it is loaded in any engine, on any ranks."""
+        return list(chunks_of(self.optimizer, self.model))
+
+    def settings_to_save(self) -> dict[str, Any]:
+        """What belongs to the states and is no tensor; JSON values."""
+        return settings_of(self.optimizer, self.model)
+
+    def load(self, folder: Path, reader: Reader, settings: dict[str, Any]) -> None:
+        """What was saved; an error is the same on all ranks."""
+        load_chunks(self.optimizer, self.model, reader, settings)
+
+    def save_by_itself(self, folder: Path) -> None:
+        """Files that the engine's library writes; none where ``chunks`` has all."""
+        return
+
     @abstractmethod
     def _passes(self) -> exact_loop.Engine: ...
 
@@ -123,11 +150,6 @@ class Plain(Engine):
             self.optimizer.attach(self.ddp)  # each rank orthogonalises its share of the matrices
         self.keep_settings()
         self.name = "DDP" if self.ddp else "one process"
-
-    @staticmethod
-    def facts(recipe: Recipe) -> dict[str, Any]:
-        """What a checkpoint must agree with, known before the engine is built."""
-        return {"engine": "DDP or one process"}  # a checkpoint of either goes on in the other
 
     def train_step(self, done: int, micro_batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The update that follows ``done`` updates.
@@ -168,18 +190,6 @@ class Plain(Engine):
         with torch.autocast(self.device.type, dtype=half, enabled=half is not None):
             return models.loss(model, sequences.to(self.device, non_blocking=True))
 
-    def save(self, folder: Path) -> None:
-        """Rank 0 writes; all ranks hold the same."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
-            torch.save({name: part.state_dict() for name, part in parts.items()}, folder / STATE_FILE)
-
-    def load(self, folder: Path) -> None:
-        mapped = self.device.type == "cuda"  # not in memory once for each GPU; on a CPU the states would stay mapped
-        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
     def close(self) -> None: ...
 
 
@@ -193,16 +203,14 @@ class ZeRO(Engine):
         config = deepspeed_config(recipe)
         self.model = models.build(recipe.model)
         self.optimizer = models.build_optimizer(self.model, recipe.optimizer)
+        self.on_disk = nvme.is_on(config)
+        if not isinstance(self.optimizer, MARS):
+            remember(self.optimizer)  # which parameters are in DeepSpeed's flat tensors
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # it talks on standard output
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # it calls collectives by old names
         self.engine = initialize(model=self.model, optimizer=self.optimizer, config=config)[0]
         self.keep_settings()
         self.name = f"DeepSpeed ZeRO-{self.engine.zero_optimization_stage()}"
-
-    @staticmethod
-    def facts(recipe: Recipe) -> dict[str, Any]:
-        stage = deepspeed_config(recipe).get("zero_optimization", {}).get("stage", 0)
-        return {"engine": f"DeepSpeed ZeRO-{stage}", "world_size": dist.get_world_size()}
 
     def train_step(self, done: int, micro_batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
@@ -230,12 +238,20 @@ class ZeRO(Engine):
         self.engine.train()
         return loss
 
-    def save(self, folder: Path) -> None:
-        self.engine.save_checkpoint(str(folder), tag="deepspeed")
+    def chunks(self) -> list[Chunk]:
+        return [] if self.on_disk else list(chunks_of(self.engine, self.model))
 
-    def load(self, folder: Path) -> None:
-        loaded, _ = self.engine.load_checkpoint(str(folder), tag="deepspeed")
-        if loaded is None:
+    def settings_to_save(self) -> dict[str, Any]:
+        return {} if self.on_disk else settings_of(self.engine, self.model)
+
+    def save_by_itself(self, folder: Path) -> None:
+        if self.on_disk:
+            self.engine.save_checkpoint(str(folder), tag="deepspeed")
+
+    def load(self, folder: Path, reader: Reader, settings: dict[str, Any]) -> None:
+        if not self.on_disk:
+            load_chunks(self.engine, self.model, reader, settings)
+        elif self.engine.load_checkpoint(str(folder), tag="deepspeed")[0] is None:
             raise FileNotFoundError(f"nothing of DeepSpeed in {folder}")
 
     def close(self) -> None:
@@ -254,7 +270,7 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
     if path and not Path(path).is_file():
         raise ValueError(f"engine.deepspeed = {path!r}: there is no such file")
     config: dict[str, Any] = dict(read(Path(path))) if path else {"zero_optimization": {"stage": 2}}
-    said, training, optimizer = _flat(config), recipe.training, recipe.optimizer
+    said, training, optimizer = flat(config), recipe.training, recipe.optimizer
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     mine = {
         "train_batch_size": training.batch,
@@ -284,11 +300,11 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
     return quiet | mine | {"bf16": bf16, "zero_force_ds_cpu_optimizer": False}
 
 
-def _flat(config: Any, above: str = "") -> dict[str, Any]:
+def flat(config: Any, above: str = "") -> dict[str, Any]:
     """``{"bf16": {"enabled": true}}`` as ``{"bf16.enabled": true}``."""
     out: dict[str, Any] = {}
     for key, value in config.items():
-        out |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
+        out |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
     return out
 
 

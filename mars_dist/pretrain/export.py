@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from mars_dist.checkpoint import manifest
+from mars_dist.checkpoint.named import VALUE
+from mars_dist.checkpoint.tensors import Reader
 from mars_dist.pretrain import checkpoint as checkpoints
 from mars_dist.pretrain import model as models
-from mars_dist.pretrain.engine import STATE_FILE
 from mars_dist.pretrain.recipe import load  # noqa
 from mars_dist.pretrain.tokenizer import END_OF_TEXT, END_OF_TEXT_ID, load_ranks
 
@@ -30,6 +32,8 @@ def export(source: Path, out: Path, trusted: bool = False) -> None:
         raise ValueError(f"{run} has no recipe.yaml: a checkpoint is exported from where its run has it")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not empty: choose another folder")
+    if faults := manifest.faults(folder):
+        raise ValueError(f"{folder} is damaged: {faults[0]}. Export another one")
     recipe = load(str(run / "recipe.yaml"), ["model.compile=false"])
     model: Any = models.build(recipe.model)
     model.load_state_dict(weights(folder, trusted))
@@ -41,7 +45,7 @@ def export(source: Path, out: Path, trusted: bool = False) -> None:
 
 def find(source: Path) -> tuple[Path, Path]:
     """The checkpoint's folder and the run's."""
-    if (source / checkpoints.RUN_FILE).is_file():
+    if (source / manifest.NAME).is_file():
         return source, source.parent.parent
     folder = checkpoints.latest(source / "checkpoints")
     if folder is None:
@@ -51,17 +55,14 @@ def find(source: Path) -> tuple[Path, Path]:
 
 def weights(folder: Path, trusted: bool = False) -> dict[str, torch.Tensor]:
     """The model's parameters by name, in float32, whatever the engine sharded."""
-    if (folder / STATE_FILE).exists():
-        try:
-            state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)["model"]
-        except Exception as error:  # torch raises many kinds for a damaged file
-            raise ValueError(
-                f"{folder / STATE_FILE} is damaged ({type(error).__name__}): export another one"
-            ) from error
-    else:
+    if (folder / "deepspeed").is_dir():
         from mars_dist.integrations.deepspeed.launch import whole_weights
 
         state = whole_weights(folder, "deepspeed", trusted)
+    else:
+        reader = Reader(folder)
+        values = [name for name in reader.names() if name.endswith(f"/{VALUE}")]
+        state = {name.removesuffix(f"/{VALUE}"): reader.whole(name) for name in values}
     state = {name.removeprefix("_orig_mod."): value.float() for name, value in state.items()}
     state.setdefault("lm_head.weight", state["transformer.wte.weight"])
     return state

@@ -87,7 +87,11 @@ class Validation(Section):
 class Checkpoint(Section):
     every_steps: int | None = _whole(5000, null=", or null")
     every_minutes: float | None = _number(None, above=0, null=", or null")
-    keep_last: int = _whole(2)  # older ones are removed
+    keep_last: int = _whole(2)  # older ones are removed,
+    keep_every: int | None = _whole(None, null=", or null")  # but those of steps divisible by this stay
+    asynchronous: bool = _flag(
+        False
+    )  # written while training goes on; each rank keeps a copy of its part in CPU memory
 
 
 class Logging(Section):
@@ -99,6 +103,7 @@ class Logging(Section):
 class Engine(Section):
     name: Literal["auto", "ddp", "deepspeed"] = Field(default="auto", description="'auto', 'ddp' or 'deepspeed'")
     deepspeed: str | None = _text(None, wanted="the path of a DeepSpeed configuration, or null for ZeRO-2")
+    timeout_minutes: float = _number(30.0, above=0)  # after which a rank gives up waiting for the others
 
 
 class _Optimizer(Section):

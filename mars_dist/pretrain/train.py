@@ -11,23 +11,28 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import mars_dist
 from mars_dist.pretrain import checkpoint, data
 from mars_dist.pretrain import model as models
-from mars_dist.pretrain.engine import Plain, ZeRO, choose
+from mars_dist.pretrain.engine import BY_NAME, Plain, ZeRO, choose, deepspeed_config, flat, state_form
 from mars_dist.pretrain.folder import claimed, keep_recipe
 from mars_dist.pretrain.metrics import Metrics
+from mars_dist.pretrain.peers import Watch, compare
 from mars_dist.pretrain.recipe import Recipe, accumulation
 from mars_dist.pretrain.shards import open_split
 from mars_dist.pretrain.tokenizer import RANKS_FILE, gpt2_tokenizer
-from mars_dist.pretrain.world import World, join, signals_noted
+from mars_dist.pretrain.world import World, join, limit_waiting, signals_noted
+from mars_dist.versions import installed
 
 logger = logging.getLogger("mars_dist")
 
 DONE, INTERRUPTED = 0, 3
 HELD_OUT_WORKS = 3  # of the shipped text, never trained on
+
+Texts = tuple[data.Blocks, str, data.Blocks | None, str | None]  # training and held-out sequences, with fingerprints
 
 
 class NonFiniteLoss(RuntimeError):
@@ -48,36 +53,55 @@ def train(recipe: Recipe, out: Path, resume: bool = True, bar: bool = True) -> i
         NonFiniteLoss: on every rank, with step, rank and last checkpoint. Nothing is saved after it.
         ValueError: for a recipe that does not fit the data, the number of ranks or the checkpoint in ``out``.
     """
-    with signals_noted() as noted:
-        engine_name = choose(recipe)
-        world = join(out, engine_name)
-        with claimed(out, world):
-            return _train(recipe, out, resume, bar, engine_name, world, noted)
+    engine_name = choose(recipe)
+    world = join(out, engine_name, recipe.engine.timeout_minutes)  # a signal that comes before has nothing to save
+    with signals_noted() as noted, claimed(out, world):
+        texts, watch = start_alike(recipe, engine_name, resume)
+        try:
+            return _train(recipe, out, resume, bar, engine_name, world, noted, texts, watch)
+        except Exception as error:
+            if (lost := watch.explain(error)) is not None:
+                raise lost from error
+            raise
+        finally:
+            watch.stop()
 
 
-def _train(recipe: Recipe, out: Path, resume: bool, bar: bool, engine_name: str, world: World, noted: list[int]) -> int:
-    accumulation(recipe.training.batch, recipe.training.micro_batch, world.size)  # raises where it does not divide
-
-    sequences, digest = open_sequences(recipe, "train")
-    held_out, held_out_digest = open_sequences(recipe, "val") if recipe.validation.every else (None, None)
+def _train(
+    recipe: Recipe,
+    out: Path,
+    resume: bool,
+    bar: bool,
+    engine_name: str,
+    world: World,
+    noted: list[int],
+    texts: Texts,
+    watch: Watch,
+) -> int:
+    sequences, digest, held_out, held_out_digest = texts
     if world.rank == 0:
         warn_of_short_text(recipe, sequences)
 
     kind = ZeRO if engine_name == "deepspeed" else Plain
-    facts = what_must_agree(recipe, digest) | kind.facts(recipe)
+    facts = what_must_agree(recipe, digest) | {"state": state_form(recipe, engine_name)}
     folder = out / "checkpoints"
-    saved = checkpoint.latest(folder) if resume else None
-    check_agreement(saved, facts, world)
+    if world.rank == 0:
+        checkpoint.tidy(folder, everything=False)
+    world.gather([0.0])  # nobody looks before that
+    saved = checkpoint.newest_valid(folder) if resume else None
+    check_agreement(saved, facts)
 
     torch.manual_seed(recipe.training.seed)
     engine = kind(recipe, world.device)
+    limit_waiting(recipe.engine.timeout_minutes)
     step = continue_from(saved, engine)
 
     about = about_run(recipe, engine, world, digest, held_out_digest)
 
     per_step = recipe.training.batch * recipe.model.sequence_length
     flops, peak = models.flops_per_token(engine.model, recipe.model), models.peak_flops(world.device)
-    with Metrics(recipe, out, step, about, active=world.rank == 0, bar=bar) as metrics:
+    keeper = checkpoint.Checkpoints(folder, recipe.checkpoint, facts)
+    with keeper, Metrics(recipe, out, step, about, active=world.rank == 0, bar=bar) as metrics:
         metrics.say(describe(recipe, about, step, out))
         if step >= recipe.training.steps:
             metrics.say(f"finished at step {step}; for more: --set training.steps=..., to start over: --fresh")
@@ -98,11 +122,15 @@ def _train(recipe: Recipe, out: Path, resume: bool, bar: bool, engine_name: str,
 
             minutes = recipe.checkpoint.every_minutes
             is_time = minutes is not None and time.perf_counter() - last_saved > 60 * minutes
-            # The one exchange of a step: what it cost, whether a signal came, whether it is time to save.
-            told = world.gather([loss.item(), norm.item(), float(bool(noted)), float(is_time)])
+            # The one exchange of a step: what it cost, whether a signal came, whether it is time to save, and whether
+            # the checkpoint of an earlier step is on disk.
+            said = [loss.item(), norm.item(), float(bool(noted)), float(is_time), float(keeper.is_written)]
+            told = world.gather(said)
             stop_if_not_finite("loss", [losses for losses, *_ in told], step, folder)
             stop_if_not_finite("norm of the gradient", [norms for _, norms, *_ in told], step, folder)
-            stopped, is_time = any(signals for *_, signals, _ in told), bool(told[0][3])
+            stopped, is_time = any(signals for _, _, signals, *_ in told), bool(told[0][3])
+            if all(written for *_, written in told):
+                keeper.finish()
 
             seconds = time.perf_counter() - step_began
             record: dict[str, Any] = {
@@ -129,18 +157,62 @@ def _train(recipe: Recipe, out: Path, resume: bool, bar: bool, engine_name: str,
 
             every = recipe.checkpoint.every_steps
             if last or stopped or is_time or (every and step % every == 0):
-                checkpoint.save(folder, step, facts, engine.save, recipe.checkpoint.keep_last)
+                keeper.save(step, engine)
                 last_saved = time.perf_counter()
             if stopped and not last:
+                keeper.finish()
                 metrics.say(f"stopped by a signal at step {step}; saved: run the same command again to go on")
                 break
+        keeper.finish()
         done = step >= recipe.training.steps
         if done:
             metrics.summary({**about, "steps": step, **rules_of(engine)}, time.perf_counter() - began)
     engine.close()
     del engine  # it holds the process group
-    world.leave()
+    world.leave(watch.stop)
     return DONE if done else INTERRUPTED
+
+
+def start_alike(recipe: Recipe, engine_name: str, resume: bool) -> tuple[Texts, Watch]:
+    """Open the data, and see to it that all ranks run the same: the one exchange before anything large is built.
+
+    Raises:
+        Disagreement: when they do not, or some of them cannot start.
+        ValueError: when none can, such as for a batch that does not divide over the ranks.
+    """
+    texts, facts, fault = None, {}, None
+    try:
+        accumulation(
+            recipe.training.batch, recipe.training.micro_batch, dist.get_world_size() if dist.is_initialized() else 1
+        )
+        if recipe.checkpoint.asynchronous and (form := state_form(recipe, engine_name)) != BY_NAME:
+            raise ValueError(f"checkpoint.asynchronous = true cannot be had where the state is {form}: give false")
+        train_text = open_sequences(recipe, "train")
+        texts = *train_text, *(open_sequences(recipe, "val") if recipe.validation.every else (None, None))
+        facts = what_ranks_share(recipe, engine_name, resume, texts[1], texts[3])
+    except (ValueError, OSError, ImportError) as error:
+        fault = error
+    watch = Watch(compare(facts, fault))
+    assert texts is not None
+    return texts, watch
+
+
+def what_ranks_share(
+    recipe: Recipe, engine_name: str, resume: bool, digest: str, held_out_digest: str | None
+) -> dict[str, Any]:
+    """Everything that decides what a rank computes, and when it talks to the others."""
+    libraries = ("torch", "transformers", *(["deepspeed"] if engine_name == "deepspeed" else []))
+    sharding = flat(deepspeed_config(recipe), "engine.deepspeed: ") if engine_name == "deepspeed" else {}
+    return {
+        **flat(recipe.model_dump(mode="json")),
+        **sharding,
+        "the engine": engine_name,
+        "--fresh": not resume,
+        "the training data's fingerprint": digest,
+        "the held-out data's fingerprint": held_out_digest,
+        "mars_dist": mars_dist.__version__,
+        **{library: installed(library) for library in libraries},
+    }
 
 
 def open_sequences(recipe: Recipe, split_name: str) -> tuple[data.Blocks, str]:
@@ -180,21 +252,18 @@ def what_must_agree(recipe: Recipe, digest: str) -> dict[str, Any]:
     }
 
 
-def check_agreement(saved: Path | None, facts: dict[str, Any], world: World) -> None:
+def check_agreement(saved: Path | None, facts: dict[str, Any]) -> None:
     """Refuse a checkpoint of another run before anything large is built.
 
     Raises:
-        ValueError: with all that differs; and when the ranks do not see the same checkpoint.
+        ValueError: with all that differs.
     """
-    seen = sorted({int(step) for (step,) in world.gather([float(checkpoint.step_of(saved) if saved else 0)])})
-    if len(seen) > 1:
-        raise ValueError(f"ranks see different checkpoints, of steps {seen}: --out must be one folder for all of them")
     theirs = checkpoint.facts_of(saved) if saved else facts
-    differing = [key for key in facts | theirs if key != "step" and theirs.get(key) != facts.get(key)]
+    differing = [key for key in facts | theirs if theirs.get(key) != facts.get(key)]
     if differing:
         remedy = "Choose another --out, or --fresh to start over."
-        if differing == ["world_size"]:
-            remedy = f"DeepSpeed cannot change the number of ranks: start {theirs['world_size']}. Or c{remedy[1:]}"
+        if differing == ["state"]:
+            remedy = f"DeepSpeed's own files go on in the same stage and number of ranks only. Or c{remedy[1:]}"
         raise ValueError(
             f"{saved} belongs to another run: "
             + "; ".join(f"{key} is {theirs.get(key)!r} there and {facts.get(key)!r} here" for key in differing)
@@ -203,22 +272,10 @@ def check_agreement(saved: Path | None, facts: dict[str, Any], world: World) -> 
 
 
 def continue_from(saved: Path | None, engine: Plain | ZeRO) -> int:
-    """Load ``saved`` and return its step; 0 without one.
-
-    Raises:
-        RuntimeError: when it is damaged.
-    """
+    """Load ``saved`` and return its step; 0 without one."""
     if saved is None:
         return 0
-    try:
-        engine.load(saved)
-        checkpoint.restore_rng(saved)
-    except Exception as error:  # torch and DeepSpeed raise many kinds for a damaged file; running out of memory is one
-        reason = (str(error).splitlines() or [""])[0]
-        raise RuntimeError(
-            f"{saved} cannot be loaded ({type(error).__name__}: {reason}). If it is damaged, remove that folder, "
-            "and the run goes on from the checkpoint before it"
-        ) from error
+    checkpoint.restore(saved, engine)
     return checkpoint.step_of(saved)
 
 

@@ -8,9 +8,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -41,12 +42,13 @@ class World:
         dist.all_gather(everyone, mine)
         return torch.stack(everyone).tolist()
 
-    def leave(self) -> None:
+    def leave(self, when_all_are_here: Callable[[], None]) -> None:
         """Wait for the others, so that no launcher ends one that is still closing its files, and part from them."""
+        if dist.is_initialized():
+            dist.barrier()
+        when_all_are_here()
         if self.joined_here:
             leave_processes()
-        elif dist.is_initialized():
-            dist.barrier()
 
 
 def leave_processes() -> None:
@@ -76,9 +78,14 @@ def leave_processes() -> None:
     time.sleep(0.2)
 
 
-def join(out: Path, engine_name: str) -> World:
-    """Join the processes of whatever launcher started this one; without one, this process is the world."""
+def join(out: Path, engine_name: str, minutes: float) -> World:
+    """Join the processes of whatever launcher started this one; without one, this process is the world.
+
+    Args:
+        minutes: after which a rank gives up waiting for the others, here and in every collective.
+    """
     if engine_name == "deepspeed":
+        os.environ.setdefault("DEEPSPEED_TIMEOUT", str(max(1, round(minutes))))  # read when it is imported
         prepare_deepspeed(out)
         if "WORLD_SIZE" not in os.environ:  # DeepSpeed wants a process group even for one
             with socket.socket() as s:
@@ -95,10 +102,32 @@ def join(out: Path, engine_name: str) -> World:
         here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))
         if device.type == "cpu" and here == os.environ["WORLD_SIZE"]:  # gloo need not resolve this machine's name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+        limit = timedelta(minutes=minutes)
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=limit, **_store(here, limit))
     if not dist.is_initialized():
         return World(0, 1, device, joined_here=False)
     return World(dist.get_rank(), dist.get_world_size(), device, joined_here=joins)
+
+
+def _store(here: str | None, limit: timedelta) -> dict[str, Any]:
+    """A place of its own for each restart by torchrun on one machine, whose store outlives the processes.
+
+    Where torchrun was given a port rather than --standalone, the new processes would find the addresses of the dead
+    ones in it. On several machines the count of restarts may differ: there --rdzv-backend=c10d makes a new store.
+    """
+    restart, size = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ["WORLD_SIZE"]
+    if restart == "0" or here != size or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    held = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
+    store = dist.PrefixStore(f"restart {restart}", held)
+    return {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(size)}
+
+
+def limit_waiting(minutes: float) -> None:
+    """Give every process group that exists by now this timeout: engines make theirs with the library's."""
+    if dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
 
 
 @contextmanager

@@ -48,6 +48,26 @@ def locate(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout | No
         raise RuntimeError(missing_hook("deepspeed", error, consequence)) from error
 
 
+def flats(originals: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+    """The flat tensors of stage 3 that hold pieces of ``originals``; it keeps groups empty between steps.
+
+    Raises:
+        RuntimeError: when this release of DeepSpeed keeps them under other names.
+    """
+    ours = {id(p) for _, p in originals}
+    engines = {id(p._z3_optimizer): p._z3_optimizer for _, p in originals if hasattr(p, "_z3_optimizer")}
+    try:
+        return [
+            flat
+            for engine in engines.values()
+            for flat, members in zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True)
+            if members and id(members[0]) in ours
+        ]
+    except AttributeError as error:
+        consequence = "MARS cannot see which pieces of which tensors ZeRO hands over"
+        raise RuntimeError(missing_hook("deepspeed", error, consequence)) from error
+
+
 def _locate(flat: Tensor, originals: Sequence[tuple[str, Tensor]]) -> Layout | None:
     sharded = [(name, p) for name, p in originals if hasattr(p, "_z3_optimizer")]
     if sharded:

@@ -124,6 +124,7 @@ def _allow_in_zero(zero_utils: ModuleType) -> None:
 
 
 def _guard(engine: ModuleType) -> None:
+    from mars_dist.integrations.deepspeed import weights  # noqa: F401 - mars_dist.checkpoint asks it
     from mars_dist.integrations.deepspeed.guard import guard
 
     guard(engine)

@@ -1,0 +1,188 @@
+"""Which parameter of the model each piece belongs to that an engine hands to an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from mars_dist.config import GROUP_DEFAULTS, Settings
+from mars_dist.optimizer import MARS
+from mars_dist.sharding import fsdp1
+from mars_dist.sharding.layout import COPIES, Layout, Segment
+from mars_dist.states import needed
+from mars_dist.tables import GROUP_ID, Tables
+
+# What wrappers put into the path of a parameter: always, and as the child "module" of one of these classes.
+IN_PATHS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+HOLDERS = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}
+TABLES = "_mars_dist_tables"  # of another optimizer than MARS, which ``remember`` was told of
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter and this rank's piece of it, which may be empty.
+
+    Attributes:
+        name, aliases: in the model; a parameter that is tied has further names.
+        tensor: what the engine hands to the optimizer; the piece lies in it as ``segment`` says.
+        group: the parameter group of it.
+        keys: the states that its rule keeps; None where the optimizer is not MARS.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    tensor: Tensor
+    segment: Segment
+    layout: Layout
+    group: Mapping[str, Any]
+    keys: tuple[str, ...] | None
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the model computes with another tensor than the optimizer updates."""
+        return self.layout.engine == COPIES or self.layout.engine.startswith("ZeRO")
+
+
+def inner(optimizer: Any) -> Optimizer:
+    """The optimizer that holds the states, out of the wrappers that frameworks put around it (or a DeepSpeed engine).
+
+    Raises:
+        TypeError: when there is none.
+    """
+    found = optimizer
+    while hasattr(found, "optimizer"):
+        found = found.optimizer
+    if not isinstance(found, Optimizer):
+        raise TypeError(f"an optimizer, or what an engine made of it, is needed, got {type(optimizer).__name__}")
+    return found
+
+
+def remember(optimizer: Optimizer) -> None:
+    """Keep the parameters of an optimizer of torch's by identity, before DeepSpeed puts flat tensors in their place.
+
+    MARS does that by itself. Needed under ZeRO only: in PyTorch's own engines the parameters say what they are.
+    """
+    tables = Tables()
+    for group in _numbered(optimizer):
+        tables.remember(group)
+    setattr(optimizer, TABLES, tables)
+
+
+def table(optimizer: Any, model: nn.Module) -> list[Held]:
+    """Every parameter that trains, in an order that is the same on every rank; collective before the first step.
+
+    Raises:
+        RuntimeError: when the pieces cannot be known, or a parameter is none of the model's.
+    """
+    found = inner(optimizer)
+    if isinstance(found, MARS):
+        tables, groups, settings = found._tables, found.param_groups, found.settings
+    else:
+        if not hasattr(found, TABLES):
+            remember(found)
+        tables, groups, settings = getattr(found, TABLES), _numbered(found), Settings()
+    model = unwrapped(model)
+    names = _names(model)
+    of_units = dict((id(p), layout) for p, layout in fsdp1.layouts(model))
+    if of_units:
+        tables.attach(model, groups, None)
+    held: list[Held] = []
+    for entry in tables.everything(groups, settings):
+        unit = of_units.get(id(entry.param))
+        segments = entry.layout.segments if unit is None else unit.segments  # named as in this model
+        for segment, rule in zip(segments, entry.rules, strict=True):
+            if 0 in segment.shape:
+                continue  # an engine with flat tensors has no place for it
+            keys = None
+            if isinstance(found, MARS):
+                keys = tuple(needed([rule], entry.group["amsgrad"], entry.group["one_state"]))
+            if unit is not None:
+                all_names = [segment.name] if fsdp1.is_flat(entry.param) else names.get(id(entry.param), [])
+            else:
+                own = names.get(id(entry.param)) if len(segments) == 1 else None
+                original = tables.original(entry.group, segment.name)
+                all_names = own or names.get(id(original), [])
+            if not all_names:
+                raise RuntimeError(
+                    f"the optimizer trains {segment.name} of shape {segment.shape}, which is no parameter of the "
+                    f"{type(model).__name__} that was given: give the model whose parameters the optimizer was built "
+                    "with. (Of torch's own optimizers mars_dist.checkpoint.remember(optimizer) has to be told before "
+                    "deepspeed.initialize.)"
+                )
+            held.append(Held(all_names[0], tuple(all_names[1:]), entry.param, segment, entry.layout, entry.group, keys))
+    _refuse_twins(held)
+    return held
+
+
+def copies(layout: Layout) -> tuple[tuple[Any, ...], int, int]:
+    """Who holds the same pieces as this rank: the groups of them, this rank's number among them, and how many."""
+    groups: tuple[Any, ...] = layout.replicas
+    # None is all ranks
+    if not layout.process_groups and not groups and dist.is_initialized() and not layout.engine.startswith("DTensor"):
+        groups = (layout.copies,)
+    number, count = 0, 1
+    for group in groups:
+        number = number * dist.get_world_size(group) + dist.get_rank(group)
+        count *= dist.get_world_size(group)
+    return groups, number, count
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """The model inside DDP, a DeepSpeed engine or torch.compile."""
+    while isinstance(model, nn.Module):
+        if _is_holder(model):
+            model = model.module
+        elif type(model).__name__ == "OptimizedModule":
+            model = model._orig_mod
+        else:
+            return model
+    raise TypeError(f"a torch.nn.Module is needed as the model, got {type(model).__name__}")
+
+
+def _is_holder(module: Any) -> bool:
+    return any(kind.__name__ in HOLDERS for kind in type(module).__mro__)
+
+
+def _names(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter by its identity, the first one first."""
+    out: dict[int, list[str]] = {}
+    for path, p in model.named_parameters(remove_duplicate=False):
+        name = _clean(path, model)
+        names = out.setdefault(id(p), [])
+        if name not in names:
+            names.append(name)
+    return out
+
+
+def _clean(path: str, model: nn.Module) -> str:
+    parts: list[str] = []
+    module: Any = model
+    for part in path.split("."):
+        if part not in IN_PATHS and not (part == "module" and _is_holder(module)):
+            parts.append(part)
+        module = getattr(module, part, None)
+    return ".".join(parts)
+
+
+def _numbered(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups of an optimizer of torch's, as tables read them."""
+    return [
+        {**GROUP_DEFAULTS, "use_mars": False, **group, GROUP_ID: number}
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _refuse_twins(held: list[Held]) -> None:
+    seen: dict[str, Held] = {}
+    for one in held:
+        other = seen.setdefault(one.name, one)
+        if other is not one:
+            raise RuntimeError(
+                f"two tensors of the optimizer are called {one.name} (shapes {other.segment.shape} and "
+                f"{one.segment.shape}): give the one model that holds both"
+            )
