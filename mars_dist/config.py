@@ -1,13 +1,15 @@
 """Every hyper-parameter of MARS, with its default and its range, checked once.
 
 Two kinds. What may differ between parameter groups lives in ``optimizer.param_groups``, so that schedulers and
-checkpoints see it (``GROUP_DEFAULTS``). What is one for the whole optimizer lives in ``Settings`` and travels once in
-the optimizer's state dict.
+checkpoints see it (``GROUP_DEFAULTS``). What is one for the whole optimizer lives in ``Settings``. It travels as one
+text in every group (``SETTINGS_KEY``): groups are all that torch's checkpoint helpers, FSDP1 and DeepSpeed keep of a
+state dict beside the states.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import math
 from collections.abc import Mapping
@@ -22,6 +24,9 @@ VARIANTS = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 ORTHOGONALIZERS = ("newton-schulz", "svd", "polar-express", "cans")
 NS_DTYPES = ("bfloat16", "float32", "float64")
 FIRST_STEPS = ("reference", "paper")
+
+SETTINGS_KEY = "mars_settings"  # of a parameter group
+STATE_DICT_FORMAT = 1
 
 
 class Default(float):
@@ -53,7 +58,7 @@ GROUP_DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What is one for the whole optimizer. Plain values only: it is stored in checkpoints as a dict."""
+    """What is one for the whole optimizer. Plain values only: it is stored in checkpoints."""
 
     mars_type: str = "mars-adamw"
     is_approx: bool = True
@@ -88,10 +93,42 @@ class Settings:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Settings:
-        """The settings of a checkpoint; what a later version may have added to it is ignored."""
+    def from_dict(cls, given: Mapping[str, Any]) -> Settings:
+        """The settings among the values ``given``."""
         known = {f.name for f in fields(cls)}
-        return cls(**{name: value for name, value in saved.items() if name in known})
+        return cls(**{name: value for name, value in given.items() if name in known})
+
+    def to_text(self) -> str:
+        """As it stands in the groups of a state dict: JSON."""
+        return json.dumps({"format": STATE_DICT_FORMAT, **self.to_dict()})
+
+    @classmethod
+    def from_text(cls, text: Any) -> Settings:
+        """The settings of a state dict, from what ``to_text`` made.
+
+        Raises:
+            ValueError: for a newer format, or settings that this version does not know.
+        """
+        try:
+            saved = json.loads(text)
+            number = saved.pop("format")
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"its {SETTINGS_KEY} cannot be read: {text!r}") from error
+        if number != STATE_DICT_FORMAT:
+            raise ValueError(
+                f"it has format {number!r}, and this version of mars_dist knows format {STATE_DICT_FORMAT}: load it "
+                "with the version that saved it, or a newer one"
+            )
+        unknown = sorted(saved.keys() - {f.name for f in fields(cls)})
+        if unknown:
+            raise ValueError(
+                f"it has settings that this version of mars_dist does not know: {', '.join(unknown)}. Load it with the "
+                "version that saved it, or a newer one"
+            )
+        try:
+            return cls(**saved)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"one of its settings is not valid: {error}") from error
 
 
 def check_keywords(unknown: Mapping[str, Any], known: tuple[str, ...]) -> None:

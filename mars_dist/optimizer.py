@@ -17,6 +17,7 @@ from mars_dist import states
 from mars_dist.config import (
     GROUP_DEFAULTS,
     LR_1D,
+    SETTINGS_KEY,
     WEIGHT_DECAY_1D,
     Settings,
     check_keywords,
@@ -188,7 +189,7 @@ class MARS(SavedOptimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         group = resolve_group(param_group, self.defaults)
-        group[GROUP_ID] = len(self._tables.originals)
+        group |= {GROUP_ID: len(self._tables.originals), SETTINGS_KEY: self.settings.to_text()}
         choose_form(group, self.settings)
         super().add_param_group(group)
         check_last_group(self.param_groups, self.settings)
@@ -254,7 +255,7 @@ class MARS(SavedOptimizer):
             return loss
         if shards:
             if not self.settings.is_approx:
-                self._previous.before_step([(p, s.state, s.grad) for p, s in joined], self.settings.first_step)
+                self._previous.before_step([(p, s.state) for p, s in joined], self.settings.first_step)
             take_step(shards, self.settings, self._tables.plans)
             if is_first_look:
                 self._tables.look_again([s.may_be_dry_run for s in shards])

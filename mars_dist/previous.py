@@ -5,8 +5,8 @@ copied into ``prev_grad`` when the step that moves the point is over (exchanging
 references to a state, by which it is read and saved, at the wrong one). A state has ``next_prev_grad`` only in between,
 so that what is saved between two steps has the keys of the approximate mode.
 
-A tensor without h (the extra pass overflowed, or did not reach it) is stepped as in a first step: h = 0, for which its
-``prev_grad`` is filled with zeros, or h = g with ``first_step="paper"``.
+A tensor without h (the extra pass overflowed, or did not reach it) is stepped as in a first step, h = 0 or h = g with
+``first_step="paper"``: its ``prev_grad`` is marked as absent (maths/absent.py), which is saved with it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from mars_dist.maths.absent import ABSENT
 from mars_dist.sharding.dtensor import local
 
 logger = logging.getLogger("mars_dist")
@@ -90,24 +91,25 @@ class Previous:
             spare = self._spare.pop(id(p), None)
             fits = spare is not None and spare.dtype == grad.dtype and spare.shape == p.shape
             state[NEXT] = spare if fits else torch.empty_like(p, dtype=grad.dtype, requires_grad=False)
-        local(state[NEXT]).copy_(grad if finite is None else torch.where(finite.to(grad.device), grad, 0.0))
+        # 0.0 for -0.0, which would say that there is none
+        local(state[NEXT]).copy_(grad if finite is None else torch.where(finite.to(grad.device), grad, 0.0)).add_(0.0)
 
-    def before_step(self, stepped: list[tuple[Tensor, Mapping[str, Tensor], Tensor]], first_step: str) -> None:
-        """Check that the tensors of a step have their h, and prepare those that do not.
+    def before_step(self, stepped: list[tuple[Tensor, Mapping[str, Tensor]]], first_step: str) -> None:
+        """Check that the tensors of a step have their h, and say where some do not.
 
         Args:
-            stepped: each tensor that is stepped, its states, and its gradient.
+            stepped: each tensor that is stepped, and its states.
 
         Raises:
             RuntimeError: when nobody has looked ahead, or for a second step in one batch of ExactMode.
         """
-        if self._batch and any(self._stepped.get(id(p)) == self._batch for p, _, _ in stepped):
+        if self._batch and any(self._stepped.get(id(p)) == self._batch for p, _ in stepped):
             raise RuntimeError(STEPPED_TWICE)
-        self._stepped |= dict.fromkeys((id(p) for p, _, _ in stepped), self._batch)
-        lacking = [(p, s, grad) for p, s, grad in stepped if id(p) in self._lacks and PREVIOUS in s]
-        if any(self._lacks[id(p)] == UNTRIED and self._advanced[id(p)] == self._looks for p, _, _ in lacking):
+        self._stepped |= dict.fromkeys((id(p) for p, _ in stepped), self._batch)
+        lacking = [p for p, s in stepped if id(p) in self._lacks and PREVIOUS in s]
+        if any(self._lacks[id(p)] == UNTRIED and self._advanced[id(p)] == self._looks for p in lacking):
             raise RuntimeError(NOT_LOOKED)
-        unexpected = sum(self._lacks[id(p)] != EXCUSED for p, _, _ in lacking)
+        unexpected = sum(self._lacks[id(p)] != EXCUSED for p in lacking)
         if unexpected and self._told != self._looks:
             self._told = self._looks
             if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
@@ -118,9 +120,6 @@ class Previous:
                     len(stepped),
                     first_step,
                 )
-        if first_step == "paper":
-            for _, state, grad in lacking:  # finite: a step that is left out reads h
-                state[PREVIOUS].copy_(grad.nan_to_num(0.0, 0.0, 0.0))
 
     def advance_all(self, groups: list[dict[str, Any]], states: Mapping[Tensor, Any], may_be_dry_run: bool) -> None:
         """The step of the tensors in ``groups`` is over."""
@@ -137,7 +136,7 @@ class Previous:
             self.promote(p, state)
         elif PREVIOUS in state:
             self._lacks[id(p)] = TRIED if tried else EXCUSED if may_be_dry_run else UNTRIED
-            local(state[PREVIOUS]).zero_()
+            local(state[PREVIOUS]).fill_(ABSENT)
 
     def promote(self, p: Tensor, state: dict[str, Any]) -> None:
         """``next_prev_grad`` becomes ``prev_grad``, where there is one."""
@@ -152,4 +151,4 @@ class Previous:
             if state.pop(NEXT, None) is not None or PREVIOUS in state:
                 self._lacks[id(p)] = EXCUSED
                 self._advanced[id(p)] = self._looks
-                local(state[PREVIOUS]).zero_()
+                local(state[PREVIOUS]).fill_(ABSENT)

@@ -1,26 +1,21 @@
-"""What a state dict of MARS shows beyond torch.optim's, and what is said when it is loaded."""
+"""How MARS is saved, loaded, pickled and copied; loading.py reads what is loaded."""
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from mars_dist import states
-from mars_dist.config import GROUP_DEFAULTS, Default, Settings
-from mars_dist.one_state import GAMMA
+from mars_dist.config import SETTINGS_KEY, Settings
+from mars_dist.loading import Loaded, Reader
+from mars_dist.maths.absent import absent_like
 from mars_dist.previous import NEXT, PREVIOUS, Previous
-from mars_dist.sharding.dtensor import copy_as
 from mars_dist.step import rule_of
-from mars_dist.tables import GROUP_ID, Tables, shapes_and_rules
-
-logger = logging.getLogger("mars_dist")
+from mars_dist.tables import GROUP_ID, Tables
 
 Groups = Iterable[dict[str, Any]]
 GRADIENTS = (PREVIOUS, NEXT)
@@ -29,8 +24,9 @@ GRADIENTS = (PREVIOUS, NEXT)
 def complete_units(saved: dict[int, dict[str, Any]], groups: Groups, tables: Tables, settings: Settings) -> None:
     """Give all tensors of an FSDP1 unit with original parameters the same states in ``saved``, by position.
 
-    torch's helpers demand that of them, and one dtype: zeros where a tensor has none, and the moments' dtype, in which
-    a gradient of 16 bits is exact. Exact mode has ``next_prev_grad`` as well right after a step that was left out.
+    torch's helpers demand that of them, and one dtype: zeros where a tensor has none (for h that it is absent), and the
+    moments' dtype, in which a gradient of 16 bits is exact. Exact mode has ``next_prev_grad`` as well right after a
+    step that was left out.
     """
     groups = list(groups)
     positions = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}
@@ -40,9 +36,14 @@ def complete_units(saved: dict[int, dict[str, Any]], groups: Groups, tables: Tab
     for p, keys in in_units:
         state = saved.get(positions[id(p)])
         if state:
-            zeros = {key: torch.zeros_like(state["exp_avg"]) for key in sorted(keys) if key not in state}
-            present = {k: v.to(state["exp_avg"].dtype) if k in GRADIENTS else v for k, v in state.items()}
-            saved[positions[id(p)]] = {**present, **zeros}
+            like, dtype = state["exp_avg"], state["exp_avg"].dtype
+            lacking = {
+                key: absent_like(like, dtype) if key in GRADIENTS else torch.zeros_like(like)
+                for key in sorted(keys)
+                if key not in state
+            }
+            present = {k: v.to(dtype) if k in GRADIENTS else v for k, v in state.items()}
+            saved[positions[id(p)]] = {**present, **lacking}
 
 
 def undo_units(loaded: Mapping[Tensor, dict[str, Any]], groups: Groups, tables: Tables, settings: Settings) -> None:
@@ -67,32 +68,6 @@ def _in_units(groups: Groups, tables: Tables, settings: Settings) -> Iterator[tu
         yield from ((member, keys) for member in members)
 
 
-def warn_of_other_values(pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
-    """As in torch.optim the values of a loaded state win: where they are not those given, nobody should guess.
-
-    Args:
-        pairs: settings and groups, before and after loading.
-    """
-    known = {*Settings.__dataclass_fields__, *GROUP_DEFAULTS, "lr_1d_ratio"} - {"lr"}
-    changes = {
-        f"{key} {new[key]} (given: {old[key]})": None
-        for old, new in pairs
-        for key in old
-        if key in known and new[key] != old[key]
-    }
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    if changes and rank == 0:
-        logger.warning(
-            "load_state_dict: the values of the loaded state hold, not those given: %s. For others set them in "
-            "optimizer.param_groups after loading, or begin with new optimizer states.",
-            ", ".join(changes),
-        )
-
-
-STATE_DICT_KEY = "mars_dist"
-STATE_DICT_FORMAT = 1
-
-
 class SavedOptimizer(Optimizer):
     """How MARS is saved, loaded, pickled and copied."""
 
@@ -113,80 +88,55 @@ class SavedOptimizer(Optimizer):
         return "construct MARS with is_approx=False."
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim, and what is one for the optimizer under ``"mars_dist"``.
+        """As in torch.optim; what is one for the optimizer stands in every group, as one text under "mars_settings".
 
         Under FSDP1 with original parameters all tensors of a unit show the same states, as torch's helpers demand of
-        them: zeros where a tensor has none.
+        them: where a tensor has none zeros, or a previous gradient that is absent.
         """
         out = super().state_dict()
         complete_units(out["state"], self.param_groups, self._tables, self.settings)
-        out[STATE_DICT_KEY] = {"format": STATE_DICT_FORMAT, **self.settings.to_dict()}
+        for group in out["param_groups"]:
+            group[SETTINGS_KEY] = self.settings.to_text()
         return out
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states, groups and settings. States keep the precision they were saved in and are copied.
+        """Load states, groups and settings: all of it, or nothing. States keep the precision they were saved in.
+
+        The values of the loaded state hold; where they are not those given, one warning lists them. A state of
+        torch.optim.AdamW is loaded as well: moments and step counters go on, and the next step has no previous gradient
+        (``first_step``). loading.py says what is refused, left out and made up.
+
+        Nothing is exchanged with other ranks: where one of them may raise, its caller has to tell the others
+        (``mars_dist.checkpoint.together``).
 
         Raises:
-            ValueError: as torch.optim does, when the groups do not fit; for settings that this version does not know.
+            ValueError: for a state of another variant, of a newer format, of other groups, tensors or shapes, or that
+                lacks what cannot be made up, with the name of what differs. Nothing was changed then.
         """
-        before, settings = [dict(group) for group in self.param_groups], self.settings
-        final: dict[str, Any] = {}  # what is really loaded: hooks of the user may have replaced it
-        last = self.register_load_state_dict_pre_hook(lambda _, given: final.update(given))
-        first = self.register_load_state_dict_post_hook(lambda _: self._restore(final, before), prepend=True)
+        loaded: list[Loaded] = []
+
+        def check(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            """What is really loaded: hooks of the user may have replaced it. torch.optim sees no states to cast."""
+            loaded.append(Reader(self.param_groups, self.defaults, self.settings, self._tables).read(given))
+            states = loaded[0].states
+            undo_units(states, self.param_groups, self._tables, loaded[0].settings)
+            return {**given, "state": {}, "param_groups": loaded[0].groups}
+
+        last = self.register_load_state_dict_pre_hook(check)
+        first = self.register_load_state_dict_post_hook(lambda _: self._take(loaded[0]), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
             last.remove()
             first.remove()
-        warn_of_other_values(
-            [(settings.to_dict(), self.settings.to_dict()), *zip(before, self.param_groups, strict=True)]
-        )
+        loaded[0].say()
 
-    def _restore(self, state_dict: dict[str, Any], before: list[dict[str, Any]]) -> None:
-        ours = state_dict.get(STATE_DICT_KEY)
-        if ours is not None:
-            given, self.settings = self.settings, Settings.from_dict(ours)
-            self._mode_is_loaded = self._mode_is_loaded or self.settings.is_approx != given.is_approx
-        saved = dict(
-            zip(
-                (i for group in state_dict["param_groups"] for i in group["params"]),
-                (p for group in self.param_groups for p in group["params"]),
-                strict=True,
-            )
-        )
-        for i, state in state_dict["state"].items():
-            if i in saved:
-                self.state[saved[i]] = states.restore(state, saved[i], copy_as)
-        undo_units(self.state, self.param_groups, self._tables, self.settings)
-        for group, was, loaded in zip(self.param_groups, before, state_dict["param_groups"], strict=True):
-            # What the file does not say stays as this group had it (the file of another optimizer, say).
-            group |= {key: was[key] for key in self.defaults if key in was and key not in loaded}
-            self._take_form(group, was, loaded)
-            if "weight_decay_1d" not in loaded and isinstance(self.defaults["weight_decay_1d"], Default):
-                group["weight_decay_1d"] = loaded.get("weight_decay", was["weight_decay_1d"])
-            group[GROUP_ID] = was[GROUP_ID]
-            for name in ("betas", "betas_1d"):
-                group[name] = tuple(group[name])  # some formats of files know lists only
+    def _take(self, loaded: Loaded) -> None:
+        self._mode_is_loaded = self._mode_is_loaded or loaded.settings.is_approx != self.settings.is_approx
+        self.settings = loaded.settings
+        self.state.update(loaded.states)
         self._tables.forget()
         self._previous = Previous()
-
-    def _take_form(self, group: dict[str, Any], was: dict[str, Any], loaded: dict[str, Any]) -> None:
-        """Which form the loaded states of ``group`` have (one_state.py).
-
-        Raises:
-            ValueError: when something on the way has dropped the previous gradient of the form with two states.
-        """
-        states_of = [self.state[p] for p in group["params"] if self.state.get(p)]
-        if GAMMA not in loaded:  # before there were two forms, or another optimizer
-            old = any("prev_grad" in state for state in states_of)
-            group |= {"one_state": False, GAMMA: None} if old else {k: was[k] for k in ("one_state", GAMMA)}
-        elif loaded[GAMMA] is None and was[GAMMA] is not None:
-            for p, _, rule in shapes_and_rules(group, self.settings):
-                if rule.can_keep_one_state and self.state.get(p) and "prev_grad" not in self.state[p]:
-                    raise ValueError(
-                        "the loaded states were saved with one_state=False and come without prev_grad, which the "
-                        "optimizer they are loaded into had no place for: construct it with one_state=False"
-                    )
 
     def __getstate__(self) -> dict[str, Any]:
         constructed = all(self._tables.constructed_as(group) for group in self.param_groups)
@@ -198,6 +148,7 @@ class SavedOptimizer(Optimizer):
         # torch's set_optimizer_state_dict(full_state_dict=True) raises KeyError.
         self.defaults.pop("differentiable", None)
         for group in self.param_groups:
+            group.setdefault(SETTINGS_KEY, self.settings.to_text())
             for name, value in self.defaults.items():
                 group.setdefault(name, float(value) if name == "weight_decay_1d" else value)
         if "settings" in state:  # unpickled or deep-copied, not load_state_dict

@@ -56,14 +56,13 @@ def take_step(shards: Sequence[Shard], settings: Settings, plans: Plans) -> None
     """One step of MARS, in place, over what the engine handed over in this call; the states exist already."""
     masked = settings.skip_nonfinite or any(s.may_be_dry_run is not False for s in shards)
     buckets, pieces = _buckets(shards, settings, masked)
-    unstepped = masked or settings.first_step == "paper"
-    is_first = {id(s): s.state[STEP] == 0 for s in shards} if unstepped else {}
+    is_first = {id(s): s.state[STEP] == 0 for s in shards} if masked else {}
 
     blocks = [bucket.blocks() for bucket in buckets]
     scratch = Scratch()
     for bucket, its_blocks in zip(buckets, blocks, strict=True):
         if bucket.hyper.clip is not None or masked:
-            _squared_norms(bucket, its_blocks, is_first, scratch)
+            _squared_norms(bucket, its_blocks, scratch)
     known, present = _exchange(shards, pieces, masked)
     taken = _taken(known, shards, settings, is_first) if masked else {}
     for key, some_rank_has_it in present.items():
@@ -74,7 +73,6 @@ def take_step(shards: Sequence[Shard], settings: Settings, plans: Plans) -> None
         owners = [id(p.shard) for p in bucket.pieces]
         per_tensor = {
             "scale": [p.scale for p in bucket.pieces if p.scale is not None],
-            "is_first": [is_first[o] for o in owners] if unstepped else [],
             "taken": [taken[o] for o in owners] if bucket.masked else [],
         }
         for block in its_blocks:
@@ -149,11 +147,10 @@ def _hyper(group: Mapping[str, Any], rule: Rule, settings: Settings) -> Hyper:
     )
 
 
-def _squared_norms(bucket: Bucket, blocks: list[Block], is_first: dict[int, Tensor], scratch: Scratch) -> None:
+def _squared_norms(bucket: Bucket, blocks: list[Block], scratch: Scratch) -> None:
     """The squared norms of c in every view of ``bucket``, kept with the pieces."""
-    firsts = [is_first[id(p.shard)] for p in bucket.pieces] if is_first else []
     for block in blocks:
-        norms = kernels.squared_norms(block, bucket.hyper, firsts, scratch)
+        norms = kernels.squared_norms(block, bucket.hyper, scratch)
         for owner, norm in zip(block.owner, norms, strict=True):
             bucket.pieces[owner].squared_norms.append(norm)
 

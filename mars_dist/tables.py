@@ -136,6 +136,19 @@ class Tables:
         attached = self._attached.get(id(p))
         return attached[1] if attached is not None and attached[0] is p else None
 
+    def rules(self, group: Mapping[str, Any], p: Tensor, settings: Settings) -> list[Rule] | None:
+        """The rules of the parameters in ``p``; None for a tensor of which a step has to find out what is in it."""
+        layout = self.attached(p) or (self.layout(p) if self.is_seen(p) else None)
+        if layout is not None:
+            return [rule_of(segment, group, settings) for segment in layout.segments]
+        if is_dtensor(p) or self._is_original(p) and not fsdp1.is_fsdp1(p):
+            return [rule_of(Segment("", tuple(getattr(p, "ds_shape", p.shape)), 0, 0, 0), group, settings)]
+        return None
+
+    def name(self, p: Tensor) -> str | None:
+        """What a parameter is called that a group was constructed with."""
+        return self._named[id(p)][0] if self._is_original(p) else None
+
     def seen(self) -> list[Layout]:
         """All layouts found so far, in the order in which they were."""
         return [layout for _, layout in self._layouts.values()]
@@ -179,7 +192,7 @@ class Tables:
                 self._rules[tensor.group[GROUP_ID], owner, segment.name] = (rule.label, segment.shape)
         if not self._logged and self._layouts:
             if self._trainable is None:
-                their = (trainable_only(self._constructed_with(number)) for number in self.originals)
+                their = (trainable_only(self._named_originals(number)) for number in self.originals)
                 self._trainable = sum(len(params) for params in their)
             if not new or len(self._rules) >= self._trainable:
                 self._log()
@@ -200,7 +213,7 @@ class Tables:
         All of them join every step: one that has no gradient must not leave the others waiting for its results.
         """
         name = layout.segments[0].name
-        candidates = [p, *(original for its, original in self._constructed_with(number) if its == name)]
+        candidates = [p, *(original for its, original in self._named_originals(number) if its == name)]
         known = [self._copied[id(t)] for t in candidates if id(t) in self._copied]
         copies = layout.copies or next((group for hold, group in known if hold() is not None), None)
         if copies is None or layout.process_groups or not is_shared(copies):
@@ -220,7 +233,7 @@ class Tables:
         alike = [tuple(p.shape) for p in params] == self._shapes.get(number)
         if any(is_dtensor(p) for p in params) or alike and all(isinstance(p, nn.Parameter) for p in params):
             if not self.constructed_as(group):
-                for name, original in self._constructed_with(number):
+                for name, original in self._named_originals(number):
                     torch_native.refuse_slices(name, original)  # a copy of a slice is one as well
                 before = [name for name, _ in self.originals[number]]
                 self.remember({"param_names": before, **group} if len(before) == len(params) else group)
@@ -232,13 +245,17 @@ class Tables:
         if self._is_original(p) or torch_native.is_sharded(p):
             name = self._named[id(p)][0] if id(p) in self._named else f"parameter {position}"
             return torch_native.locate(name, p)
-        return locate(p, position, group["params"], self._constructed_with(group[GROUP_ID]))
+        return locate(p, position, group["params"], self._named_originals(group[GROUP_ID]))
 
-    def _constructed_with(self, number: int) -> list[tuple[str, Tensor]]:
+    def constructed_with(self, number: int) -> list[Tensor]:
+        """The parameters that a group was constructed with, as far as they are still there."""
+        return [p for _, p in self._named_originals(number)]
+
+    def _named_originals(self, number: int) -> list[tuple[str, Tensor]]:
         return [(name, p) for name, ref in self.originals[number] if (p := ref()) is not None]
 
     def with_gradient(self) -> int:
-        groups = (trainable_only(self._constructed_with(number)) for number in self.originals)
+        groups = (trainable_only(self._named_originals(number)) for number in self.originals)
         return sum(p.grad is not None for group in groups for _, p in group)
 
     def rule_counts(self) -> dict[str, int]:

@@ -187,10 +187,10 @@ def said_by_loading(optimizer: MARS, state: dict[str, Any], caplog: pytest.LogCa
 
 
 def test_a_loaded_state_with_other_values_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    optimizer = stepped(mars_type="mars-lion", gamma=0.1)
+    optimizer = stepped(first_step="paper", gamma=0.1)
     (said,) = said_by_loading(optimizer, stepped(gamma=0.025).state_dict(), caplog)
-    assert "mars_type mars-adamw (given: mars-lion)" in said and "gamma 0.025 (given: 0.1)" in said
-    assert optimizer.settings.mars_type == "mars-adamw" and optimizer.param_groups[0]["gamma"] == 0.025
+    assert "first_step reference (given: paper)" in said and "gamma 0.025 (given: 0.1)" in said
+    assert optimizer.settings.first_step == "reference" and optimizer.param_groups[0]["gamma"] == 0.025
 
 
 def test_a_loaded_state_with_the_same_values_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -29,8 +29,9 @@ ALLOWED: dict[str, set[str]] = {
     "step": {"matrices", "pieces", "kernels", "maths", "sharding", "states", "config"},
     "agreement": {"maths", "sharding", "config"},
     "tables": {"agreement", "matrices", "step", "maths", "sharding", "config", "log"},
-    "previous": {"sharding"},
-    "saving": {"one_state", "previous", "tables", "step", "states", "sharding", "config", "log"},
+    "previous": {"maths", "sharding"},
+    "loading": {"one_state", "previous", "tables", "states", "maths", "sharding", "config"},
+    "saving": {"loading", "previous", "tables", "step", "states", "maths", "sharding", "config"},
     "optimizer": {"saving", "previous", "tables", "step", "pieces", "one_state", "states", "sharding", "config", "log"},
     "checkpoint": {"optimizer", "tables", "states", "maths", "sharding", "config", "log", "versions"},
     "integrations": {
@@ -61,6 +62,7 @@ BELOW_THE_OPTIMIZER = {
     "agreement",
     "tables",
     "saving",
+    "loading",
     "previous",
 }
 ABOVE = {

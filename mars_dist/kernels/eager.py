@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mars_dist.maths.absent import is_absent, kept
 from mars_dist.maths.rules import Moments, Rule, Tensors, Weight, lerp_
 
 HALF = (torch.float16, torch.bfloat16)
@@ -28,7 +29,7 @@ class Hyper:
     k: float = 0.0  # gamma * beta1 / (1 - beta1)
     clip: float | None = None
     maximize: bool = False
-    first_step_is_paper: bool = False  # h = g at the first step of a tensor, instead of 0
+    first_step_is_paper: bool = False  # h = g where there is none, instead of 0
     keep_gradient: bool = True  # h := g after the step (approximate mode)
     one_state: bool = False  # no h: exp_avg lacks gamma * g of the momentum (one_state.py)
     gamma: float = 0.0
@@ -91,13 +92,11 @@ def corrected_gradient(grad: Tensors, prev_grad: Tensors, hyper: Hyper, scratch:
     return c
 
 
-def squared_norms(block: Block, hyper: Hyper, is_first: Tensors, scratch: Scratch) -> Tensors:
+def squared_norms(block: Block, hyper: Hyper, scratch: Scratch) -> Tensors:
     """||c||^2 of every view of the block, as float64 0-dim tensors; the elements are summed in float32 or better
     (elements above 1e19 overflow there: c is then scaled to 0, and the step counts as not finite).
-
-    ``is_first[i]``: 0-dim bool, whether tensor i has not taken a step yet (read only with ``first_step="paper"``).
     """
-    c = corrected_gradient(block.grad, _previous(block, hyper, is_first), hyper, scratch)
+    c = corrected_gradient(block.grad, _previous(block, hyper), hyper, scratch)
     if c[0].device.type == "cpu":  # sum() adds pairwise there, the norm one after the other (errors of 4e-5)
         torch._foreach_mul_(c, c)
         return [x.sum().double() for x in c]
@@ -110,22 +109,23 @@ def update(
     hyper: Hyper,
     scratch: Scratch,
     scale: Tensors,
-    is_first: Tensors,
     taken: Tensors,
 ) -> None:
     """One step of ``rule`` on every view, in place: moments, value, and h := g in approximate mode.
 
     Numbers for each tensor, as 0-dim tensors: ``scale`` multiplies c (empty: no clip); ``taken`` is false where the
-    tensor is left as it was (empty: all are taken); ``is_first`` as in ``squared_norms``. Under a matrix rule only
-    the momentum moves here; the value follows once the matrix is whole.
+    tensor is left as it was (empty: all are taken). Under a matrix rule only the momentum moves here; the value follows
+    once the matrix is whole.
     """
     taken = block.of(taken)
+    if hyper.first_step_is_paper and block.prev_grad:
+        block.grad = kept(block.grad)
     if taken:
         # A tensor that is not stepped sees its own h as the gradient: finite, and "h := g" then keeps h.
         held = block.prev_grad or [torch.zeros_like(g) for g in block.grad]
         block.grad = [torch.where(ok, g, h.to(g.dtype)) for ok, g, h in zip(taken, block.grad, held, strict=True)]
 
-    c = corrected_gradient(block.grad, _previous(block, hyper, is_first), hyper, scratch)
+    c = corrected_gradient(block.grad, _previous(block, hyper), hyper, scratch)
     if scale:
         torch._foreach_mul_(c, block.of(scale))
     if rule.is_adamw and block.flat and not taken and isinstance(hyper.lr, float):
@@ -133,7 +133,10 @@ def update(
     else:
         _foreach_update(block, c, rule, hyper, scratch, taken)
     if block.prev_grad and hyper.keep_gradient:
-        torch._foreach_copy_(block.prev_grad, block.grad)
+        new = block.grad
+        if taken and any(g.dtype != h.dtype for g, h in zip(new, block.prev_grad, strict=True)):
+            new = [torch.where(ok, g.to(h.dtype), h) for ok, g, h in zip(taken, new, block.prev_grad, strict=True)]
+        torch._foreach_copy_(block.prev_grad, new)
 
 
 def _foreach_update(block: Block, c: Tensors, rule: Rule, hyper: Hyper, scratch: Scratch, taken: Tensors) -> None:
@@ -231,10 +234,7 @@ def move(
         torch._foreach_copy_(value, wide)
 
 
-def _previous(block: Block, hyper: Hyper, is_first: Tensors) -> Tensors:
+def _previous(block: Block, hyper: Hyper) -> Tensors:
     if hyper.first_step_is_paper and block.prev_grad:
-        return [
-            torch.where(first, g.to(h.dtype), h)
-            for first, g, h in zip(block.of(is_first), block.grad, block.prev_grad, strict=True)
-        ]
+        return [torch.where(is_absent(h), g, h) for g, h in zip(block.grad, block.prev_grad, strict=True)]
     return block.prev_grad
