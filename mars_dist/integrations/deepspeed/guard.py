@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from mars_dist.integrations.deepspeed import NAMES, nvme
+from mars_dist.integrations.deepspeed import NAMES, nvme, universal_load
 from mars_dist.integrations.deepspeed.features import OFFLOAD, as_given, lookup, refused, unknown, warned
 from mars_dist.integrations.deepspeed.parallel import faults
 from mars_dist.optimizer import MARS
@@ -163,12 +163,19 @@ def _when_zero_is_made(original: Callable[..., Any], engine: Any, optimizer: Any
 
 
 def _when_it_loads(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands before ``DeepSpeedEngine.load_checkpoint``."""
+    """Stands around ``DeepSpeedEngine.load_checkpoint``."""
     given = inspect.signature(original).bind(engine, *args, **kwargs).arguments
     folder, tag = given.get("load_dir"), given.get("tag")
     something = folder is not None and (tag is not None or (Path(folder) / "latest").is_file())
-    if something and isinstance(engine.basic_optimizer, MARS) and nvme.is_on(engine._config._param_dict):
+    if folder is None or not isinstance(engine.basic_optimizer, MARS):
+        return original(engine, *args, **kwargs)
+    is_universal = engine.load_universal_checkpoint()
+    if (something or is_universal) and nvme.is_on(engine._config._param_dict):
         raise RuntimeError(f"MARS: {nvme.NO_LOADING}")
+    if is_universal:
+        return universal_load.load(original, engine, *args, **kwargs)
+    if given.get("load_optimizer_states", True) and not given.get("load_module_only"):
+        universal_load.refuse_another_cut(engine, folder, tag)
     return original(engine, *args, **kwargs)
 
 
