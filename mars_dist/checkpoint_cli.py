@@ -24,8 +24,8 @@ Pickles are held against a list of names that checkpoints need (mars_dist/checkp
 exit codes: 0 valid; 1 not, or nothing there
 """
 CONVERT = """\
-Built on DeepSpeed's ds_to_universal; the previous gradients and step counters of MARS are carried as well. Load OUT with
-"checkpoint": {"load_universal": true} in the DeepSpeed configuration, and load_checkpoint(folder above OUT).
+Built on DeepSpeed's ds_to_universal; the previous gradients and step counters of MARS are carried as well. Load OUT
+with "checkpoint": {"load_universal": true} in the DeepSpeed configuration, and load_checkpoint(folder above OUT).
 """
 
 

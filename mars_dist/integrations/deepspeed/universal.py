@@ -1,4 +1,4 @@
-"""``mars-dist checkpoint convert``: a DeepSpeed checkpoint of MARS for another number of ranks, or another ZeRO stage.
+r"""``mars-dist checkpoint convert``: a DeepSpeed checkpoint of MARS for another number of ranks, or another ZeRO stage.
 
 DeepSpeed's own ``ds_to_universal`` puts the master weights, ``exp_avg`` and ``exp_avg_sq`` of each parameter into a
 folder of its own. It drops every other state without a word, and where it goes wrong it is given what it needs:
@@ -7,7 +7,8 @@ folder of its own. It drops every other state without a word, and where it goes 
 |---|---|
 | fails where a group has no ``exp_avg_sq`` (mars-lion, mars-shampoo, mars-m) | zeros, which MARS throws away again |
 | has wrong places for ``round_robin_gradients`` | the order in which the flat tensors really are |
-| loses ``prev_grad``, ``next_prev_grad``, ``max_exp_avg_sq`` | a file each, in the precision they were saved in |
+| loses ``prev_grad``, ``next_prev_grad``, ``max_exp_avg_sq`` | a file each, in the precision they were saved in, in a \
+folder that DeepSpeed's loader does not read (it wants the same states for all parameters of a group) |
 | writes what only the same kind of stage can load | files for stages 1, 2 and 3 |
 | loses frozen parameters and buffers | ``mars_dist_rest.pt`` |
 
@@ -39,6 +40,7 @@ KIND = "deepspeed-universal"
 POINTER = "latest_universal"  # DeepSpeed's, beside the folder
 DEMANDED = ("exp_avg", "exp_avg_sq")  # by DeepSpeed, of every parameter
 REST = "mars_dist_rest.pt"
+OURS = "mars_dist"  # the folder of what only MARS reads, in that of a parameter
 ZERO, COMMON = "zero", "optimizer_state.pt"
 PARAM, CAT_DIM = "param", "cat_dim"  # of a parameter's file
 CARRIED = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")  # of the wrapper
@@ -182,7 +184,8 @@ def _complete(source: Source, made: Path) -> dict[str, Any]:
             dtypes[key] = _with_shape(folder / f"{key}.pt", parameter.shape)
         for key in keys:
             if key not in DEMANDED:
-                dtypes[key] = _save(source.whole(parameter, key), folder / f"{key}.pt")
+                (folder / OURS).mkdir(exist_ok=True)
+                dtypes[key] = _save(source.whole(parameter, key), folder / OURS / f"{key}.pt")
         torch.save(torch.tensor(step, dtype=torch.float32), folder / "step.pt")
         parameters[name] = {
             "shape": list(parameter.shape),

@@ -5,7 +5,8 @@ it, which gives MARS its states by parameter name. The loader, left alone (read 
 
 - writes the values of the first parameter group over all groups (stage 3)
 - makes one step counter the state of all sub-groups (stage 3): n of them count n steps in one
-- has ``prev_grad`` in the master's precision (stages 1 and 2), or not at all (stage 3)
+- takes further states in the master's precision and only where all parameters of a group have them (stages 1 and 2), or
+  not at all (stage 3): those are in a folder that it does not look into
 - puts weights and states to wrong places under ``round_robin_gradients``
 - leaves frozen parameters and buffers as the new model has them
 """
@@ -27,17 +28,17 @@ from mars_dist.checkpoint import manifest, trust
 from mars_dist.checkpoint.kinds import tag_folder
 from mars_dist.checkpoint.together import together
 from mars_dist.config import SETTINGS_KEY, Settings
-from mars_dist.integrations.deepspeed.universal import COMMON, KIND, PARAM, POINTER, REST, ZERO
+from mars_dist.integrations.deepspeed.universal import COMMON, DEMANDED, KIND, OURS, PARAM, POINTER, REST, ZERO
 from mars_dist.integrations.deepspeed.universal_source import MODEL, OPTIMIZER
 from mars_dist.maths.absent import ABSENT
 from mars_dist.optimizer import MARS
-from mars_dist.sharding.layout import Layout
 from mars_dist.states import STEP
 from mars_dist.tables import GROUP_ID
 from mars_dist.versions import missing_hook
 
 logger = logging.getLogger("mars_dist")
 
+THEIRS = ("fp32", STEP, *DEMANDED)  # what DeepSpeed's loader reads of a parameter
 GRADIENTS = ("prev_grad", "next_prev_grad")
 CONVERT = "`mars-dist checkpoint convert DIR OUT`"
 # Where the wrappers keep the parameters of each flat tensor, and what else is used of them.
@@ -84,7 +85,7 @@ def load(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -
 
 
 def refuse_another_cut(engine: Any, load_dir: Any, tag: Any) -> None:
-    """Before an ordinary load: say what converts a checkpoint of another number of ranks, and what reads a universal one.
+    """Before an ordinary load: what converts a checkpoint of another number of ranks, and what reads a universal one.
 
     Raises:
         RuntimeError: on every rank.
@@ -115,8 +116,8 @@ def _folder(load_dir: Path, tag: Any) -> Path:
         pointer = load_dir / POINTER
         if not pointer.is_file():
             raise FileNotFoundError(
-                f"{pointer} does not exist: {CONVERT} makes the universal checkpoint OUT, and this file beside it. Then "
-                "load_checkpoint(folder above OUT), or give the name of OUT as tag"
+                f"{pointer} does not exist: {CONVERT} makes the universal checkpoint OUT, and this file beside it. "
+                "Then load_checkpoint(folder above OUT), or give the name of OUT as tag"
             )
         tag = pointer.read_text(encoding="utf-8").strip()
     folder = tag_folder(load_dir, tag)
@@ -174,7 +175,8 @@ class Saved:
         return cls(folder, groups, None if text is None else Settings.from_text(text), None)
 
     def file(self, name: str, key: str) -> Path:
-        return self.folder / ZERO / name / f"{key}.pt"
+        folder = self.folder / ZERO / name
+        return (folder if key in THEIRS else folder / OURS) / f"{key}.pt"
 
     def tensor(self, name: str, key: str) -> Tensor:
         content = torch.load(self.file(name, key), map_location="cpu", mmap=True, weights_only=True)
@@ -185,7 +187,7 @@ class Saved:
         """The states of a parameter, beside its step."""
         if self.parameters is not None:
             return list(self.parameters[name]["states"])
-        return [key for key in ("exp_avg", "exp_avg_sq") if self.file(name, key).is_file()]
+        return [key for key in DEMANDED if self.file(name, key).is_file()]
 
     def step(self, name: str) -> float:
         if self.parameters is not None:
@@ -237,8 +239,8 @@ def _fitting(engine: Any, saved: Saved, names: Mapping[int, str]) -> list[dict[s
         return list(saved.groups)
     chosen = []
     for number, group in enumerate(mars.param_groups):
-        members = [names[id(p)] for p in mars._tables.constructed_with(group[GROUP_ID]) if id(p) in names]
-        its = {saved.parameters[name]["group"] for name in members if name in here}
+        ours = [names[id(p)] for p in mars._tables.constructed_with(group[GROUP_ID]) if id(p) in names]
+        its = {saved.parameters[name]["group"] for name in ours if name in here}
         values = [saved.groups[i] for i in sorted(its)]
         if any(value != values[0] for value in values):
             raise ValueError(
@@ -306,9 +308,7 @@ def _flats(wrapper: Any) -> Iterator[None]:
             wrapper._clear_fp32_optimizer_param_groups()
 
 
-def _repair(
-    mars: MARS, wrapper: Any, saved: Saved, groups: list[dict[str, Any]], names: Mapping[int, str]
-) -> None:
+def _repair(mars: MARS, wrapper: Any, saved: Saved, groups: list[dict[str, Any]], names: Mapping[int, str]) -> None:
     states: dict[int, dict[str, Any]] = {}
     listed = []
     for group, values in zip(mars.param_groups, groups, strict=True):
