@@ -1,8 +1,8 @@
 """DeepSpeed on another number of ranks, and at another ZeRO stage: universal checkpoints, by numbers.
 
-Saved after 4 steps, converted, loaded, 5 more steps. Right after the load every state, whole and by name, is equal to the
-one that was saved; on as many ranks the rest of the training is equal to the uninterrupted one, on others it ends where
-one process without DeepSpeed does.
+Saved after 4 steps, converted, loaded, 5 more steps. Right after the load every state, whole and by name, is equal to
+the one that was saved; on as many ranks the rest of the training is equal to the uninterrupted one, on others it ends
+where one process without DeepSpeed does.
 """
 
 from __future__ import annotations

@@ -228,6 +228,7 @@ TESTED: frozenset[str] = frozenset(
         "bf16.check_grad_overflow",
         "bf16.enabled",
         "bf16.immediate_grad_update",
+        "checkpoint.load_universal",
         "communication_data_type",
         "data_parallel_size",
         "data_types.buffer_dtype",
