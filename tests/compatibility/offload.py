@@ -267,7 +267,7 @@ OFFLOAD = [
         tuple(ZeroCase(s, params=BASE, extra={"checkpoint": {"load_universal": True}}) for s in (1, 2, 3)),
         "",
         continue_universal,
-        note="After `mars-dist checkpoint convert`. On other numbers of ranks and across stages: `tests/test_universal.py`.",
+        note="After `mars-dist checkpoint convert`; other numbers of ranks and stages: `tests/test_universal.py`.",
         ranks=(2,),
     ),
     Row(

@@ -183,6 +183,14 @@ class Saved:
         tensor: Tensor = content if isinstance(content, Tensor) else content[PARAM]
         return tensor.flatten()
 
+    def rest(self) -> dict[str, dict[str, Tensor]]:
+        """Frozen parameters and buffers, whole, by name; none in what stock tools have made."""
+        path = self.folder / REST
+        if not path.is_file():
+            return {"frozen": {}, "buffers": {}}
+        rest: dict[str, dict[str, Tensor]] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return rest
+
     def keys(self, name: str) -> list[str]:
         """The states of a parameter, beside its step."""
         if self.parameters is not None:
@@ -219,6 +227,7 @@ def _fitting(engine: Any, saved: Saved, names: Mapping[int, str]) -> list[dict[s
     flats = [[(names[id(p)], p) for p in members] for members in _members(engine.optimizer)]
     here = {name: tuple(getattr(p, "ds_shape", p.shape)) for flat in flats for name, p in flat}
     _refuse_other_parameters(saved, here)
+    _refuse_other_rest(engine, saved, here)
     for flat in flats:
         steps = {saved.step(name): name for name, _ in flat}
         if len(steps) > 1:
@@ -270,6 +279,16 @@ def _refuse_other_parameters(saved: Saved, here: Mapping[str, tuple[int, ...]]) 
             its = (saved.tensor(name, "fp32").numel(),)
         if its != shape:
             raise ValueError(f"it is of another model: {name} has shape {its} there and {shape} here")
+
+
+def _refuse_other_rest(engine: Any, saved: Saved, here: Mapping[str, tuple[int, ...]]) -> None:
+    """Frozen parameters and buffers of other shapes: later, only the first rank would see them."""
+    model = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in engine.module.named_parameters() if n not in here}
+    model |= {name: tuple(buffer.shape) for name, buffer in engine.module.named_buffers()}
+    rest = saved.rest()
+    for name, value in {**rest["frozen"], **rest["buffers"]}.items():
+        if name in model and tuple(value.shape) != model[name]:
+            raise ValueError(f"it is of another model: {name} has shape {tuple(value.shape)} there, {model[name]} here")
 
 
 def _refuse_stock(engine: Any, saved: Saved, here: Mapping[str, tuple[int, ...]]) -> None:
@@ -353,11 +372,11 @@ def _state(saved: Saved, flat: Tensor, pieces: list[tuple[str, int, int, int]]) 
 
 def _restore_the_rest(engine: Any, saved: Saved) -> None:
     """Frozen parameters and buffers, which DeepSpeed's loader leaves as they are."""
-    if not (saved.folder / REST).is_file():
-        return
     import deepspeed
 
-    rest = torch.load(saved.folder / REST, map_location="cpu", mmap=True, weights_only=True)
+    if saved.parameters is None:  # one that was made by stock tools is refused where there is something to restore
+        return
+    rest = saved.rest()
     buffers = dict(engine.module.named_buffers())
     trained = {id(p) for members in _members(engine.optimizer) for p in members}
     absent = []
