@@ -14,6 +14,7 @@ Look into checkpoints without loading them: of `mars-dist train`, the Trainer, A
   mars-dist checkpoint verify runs/mine              is it complete, unchanged, free of foreign pickles?
   mars-dist checkpoint latest out                    the newest one that is valid, for a script
   mars-dist checkpoint seal out/checkpoint-500       note size and hash of every file, to compare with later
+  mars-dist checkpoint convert out out/universal     DeepSpeed: for another number of ranks, or another ZeRO stage
 """
 VERIFY = """\
 Nothing is executed. A sealed folder (with mars_dist_manifest.json) is compared by size and SHA-256; of any other the
@@ -21,6 +22,10 @@ structure is checked: files that it must have by its own records, checksums insi
 Pickles are held against a list of names that checkpoints need (mars_dist/checkpoint/allowed.py).
 
 exit codes: 0 valid; 1 not, or nothing there
+"""
+CONVERT = """\
+Built on DeepSpeed's ds_to_universal; the previous gradients and step counters of MARS are carried as well. Load OUT
+with "checkpoint": {"load_universal": true} in the DeepSpeed configuration, and load_checkpoint(folder above OUT).
 """
 
 
@@ -45,6 +50,12 @@ def add(commands: Any, common: argparse.ArgumentParser) -> None:
     command("seal", _seal, "write the manifest of a complete folder: size and SHA-256 of every file")
     latest = command("latest", _latest, "print the path of the newest valid checkpoint; exit code 1 if there is none")
     trust_argument(latest)
+    text = "write a DeepSpeed checkpoint for another number of ranks, or another ZeRO stage"
+    convert = command("convert", _convert, text, CONVERT)
+    convert.add_argument("out", type=Path, metavar="OUT", help="the new folder, which must not exist")
+    convert.add_argument("--tag", help="which of the checkpoints in DIR (default: the one that its `latest` names)")
+    convert.add_argument("--json", action="store_true", help="print what is in OUT as JSON")
+    trust_argument(convert)
 
 
 def trust_argument(parser: argparse.ArgumentParser) -> None:
@@ -98,4 +109,18 @@ def _latest(args: argparse.Namespace) -> int:
         print(f"mars-dist: {args.folder} holds no valid checkpoint", file=sys.stderr)
         return 1
     print(chosen)
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from mars_dist.integrations.deepspeed.universal import convert
+
+    facts = convert(args.folder, args.out, args.tag, trusted=args.trust_checkpoint)
+    if args.json:
+        print(json.dumps({"out": str(args.out), **facts}, indent=1))
+    elif not args.quiet:
+        print(
+            f"wrote {args.out}: {facts['variant']}, {len(facts['parameters'])} parameters, saved by "
+            f"{facts['world_size']} ranks at ZeRO stage {facts['zero_stage']}"
+        )
     return 0

@@ -136,6 +136,19 @@ class Tables:
         attached = self._attached.get(id(p))
         return attached[1] if attached is not None and attached[0] is p else None
 
+    def expect(self, group: dict[str, Any], position: int) -> Layout:
+        """The layout of ``group["params"][position]``, which an engine has made, and which is known from now on.
+
+        A step finds it by itself; what loads states into a new engine by the names of parameters is earlier.
+
+        Raises:
+            RuntimeError: when it cannot be known; ``Layout.fault`` is for the caller to raise, on all ranks.
+        """
+        p = group["params"][position]
+        layout = self._build(group, position, p)
+        self._attached[id(p)] = (p, layout)
+        return layout
+
     def rules(self, group: Mapping[str, Any], p: Tensor, settings: Settings) -> list[Rule] | None:
         """The rules of the parameters in ``p``; None for a tensor of which a step has to find out what is in it."""
         layout = self.attached(p) or (self.layout(p) if self.is_seen(p) else None)

@@ -150,7 +150,12 @@ ONE = {
         f"{OFFLOAD}.buffer_count",
         "needs 6 buffers here",
     ),
-    "universal": ([("checkpoint", {"load_universal": True})], "error", "checkpoint.load_universal", "prev_grad would"),
+    "universal": (
+        [("checkpoint", {"load_universal": True}), ("zero_optimization", MISSING)],
+        "error",
+        "checkpoint.load_universal",
+        "without ZeRO",
+    ),
     "stage as a string": (
         [("bf16", MISSING), ("fp16", {"enabled": True, "loss_scale": 8}), ("zero_optimization.stage", "0")],
         "error",

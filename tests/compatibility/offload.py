@@ -3,7 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-from tests.compatibility.offload_training import continue_from_disk, train, train_and_move, train_on_disk
+from tests.compatibility.offload_training import (
+    continue_from_disk,
+    continue_universal,
+    train,
+    train_and_move,
+    train_on_disk,
+)
 from tests.compatibility.row import BASE, Row
 from tests.zero_cases import ZeroCase
 
@@ -260,10 +266,20 @@ OFFLOAD = [
         ("checkpoint.load_universal",),
         tuple(ZeroCase(s, params=BASE, extra={"checkpoint": {"load_universal": True}}) for s in (1, 2, 3)),
         "",
+        continue_universal,
+        note="After `mars-dist checkpoint convert`; other numbers of ranks and stages: `tests/test_universal.py`.",
+        ranks=(2,),
+    ),
+    Row(
+        SECTION,
+        "`checkpoint.load_universal` without ZeRO",
+        ("checkpoint.load_universal",),
+        (ZeroCase(0, params=BASE, extra={"checkpoint": {"load_universal": True}}),),
+        "",
         train,
         "refused",
         r"Error: MARS: checkpoint\.load_universal",
-        "it holds no `prev_grad`: training would go on with other numbers",
+        "DeepSpeed would not load the weights.",
         ranks=(2,),
     ),
     Row(

@@ -254,6 +254,30 @@ def continue_from_disk(case: ZeroCase, active: str) -> dict[str, Any]:
     return {**ended, "start": begun["start"], "gradients": begun["gradients"] + ended["gradients"]}
 
 
+def continue_universal(case: ZeroCase, active: str) -> dict[str, Any]:
+    """Half of the training, a universal checkpoint, and the rest in another engine (on as many ranks)."""
+    from mars_dist.integrations.deepspeed.universal import convert
+
+    half = case.steps // 2
+    everyone: list[Any] = [None] * dist.get_world_size()
+    with disk() as checkpoint:
+        dist.all_gather_object(everyone, checkpoint)
+        run = Run(case)
+        run.train(0, half)
+        run.engine.save_checkpoint(everyone[0], tag="half")
+        begun = run.close()
+        if dist.get_rank() == 0:
+            convert(everyone[0], Path(everyone[0]) / "universal")
+        dist.barrier()
+        run = Run(case)
+        run.engine.load_checkpoint(everyone[0])
+        is_universal = run.engine.load_universal_checkpoint()
+        run.train(half, case.steps)
+        ended = {**run.close(), "active": is_universal}
+        dist.barrier()  # the folder goes with the first rank
+    return {**ended, "start": begun["start"], "gradients": begun["gradients"] + ended["gradients"]}
+
+
 # ---------------------------------------------------------------------------------------------------- moved by hand
 
 

@@ -132,8 +132,9 @@ REFUSED: tuple[Feature, ...] = (
     ),
     Feature(
         "checkpoint.load_universal",
-        "a universal checkpoint holds exp_avg and exp_avg_sq only: prev_grad would be lost, and training would go on "
-        "with other numbers. Load the ordinary checkpoint, on the same number of ranks.",
+        "without ZeRO: DeepSpeed would not load the weights. Remove it: at stage 0 an ordinary checkpoint loads on any "
+        "number of ranks.",
+        lambda value, config: truth(value) and stage_of(config) == 0,
     ),
     Feature(f"{ZERO}.legacy_stage1", "DeepSpeed has it no more. Remove it: stage 1 itself works."),
     Feature(
@@ -227,6 +228,7 @@ TESTED: frozenset[str] = frozenset(
         "bf16.check_grad_overflow",
         "bf16.enabled",
         "bf16.immediate_grad_update",
+        "checkpoint.load_universal",
         "communication_data_type",
         "data_parallel_size",
         "data_types.buffer_dtype",

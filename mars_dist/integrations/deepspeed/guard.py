@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from mars_dist.integrations.deepspeed import NAMES, loading, nvme, saved
+from mars_dist.integrations.deepspeed import NAMES, loading, nvme, saved, universal_load
 from mars_dist.integrations.deepspeed.features import OFFLOAD, as_given, lookup, refused, unknown, warned
 from mars_dist.integrations.deepspeed.parallel import faults
 from mars_dist.optimizer import MARS
@@ -167,12 +167,16 @@ def _when_it_loads(original: Callable[..., Any], engine: Any, *args: Any, **kwar
     given = inspect.signature(original).bind(engine, *args, **kwargs).arguments
     folder, tag = given.get("load_dir"), given.get("tag")
     something = folder is not None and (tag is not None or (Path(folder) / "latest").is_file())
-    if something and isinstance(engine.basic_optimizer, MARS) and nvme.is_on(engine._config._param_dict):
-        raise RuntimeError(f"MARS: {nvme.NO_LOADING}")
-    if not isinstance(engine.basic_optimizer, MARS):
+    if folder is None or not isinstance(engine.basic_optimizer, MARS):
         return original(engine, *args, **kwargs)
-    if folder is not None:
-        saved.check_before_loading(engine, Path(folder), tag)
+    is_universal = engine.load_universal_checkpoint()
+    if (something or is_universal) and nvme.is_on(engine._config._param_dict):
+        raise RuntimeError(f"MARS: {nvme.NO_LOADING}")
+    saved.check_before_loading(engine, Path(folder), tag)
+    if is_universal:
+        return universal_load.load(original, engine, *args, **kwargs)
+    if given.get("load_optimizer_states", True) and not given.get("load_module_only"):
+        universal_load.refuse_another_cut(engine, folder, tag)
     loading.check_shards(engine, given)
     result = original(engine, *args, **kwargs)
     loading.check_that_states_arrived(engine, given, result[0])
