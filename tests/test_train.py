@@ -126,13 +126,17 @@ def test_ddp_goes_on_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
 
 
 def test_deepspeed_goes_on_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
-    """ZeRO-2 and ZeRO-3; then what a checkpoint of DeepSpeed cannot do is refused."""
+    """ZeRO-2 and ZeRO-3; then on another number of ranks, and in other engines."""
     settings = {"engine__name": "deepspeed", "training__micro_batch": 1, "validation__every": 5}
     zero3 = tmp_path / "zero3.json"
     zero3.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))
     two, three = recipe(**settings), recipe(**settings, engine__deepspeed=zero3)
     plan = whole_and_parts(two, tmp_path / "2") + whole_and_parts(three, tmp_path / "3")
-    plan += [(three, tmp_path / "2/whole"), (recipe(), tmp_path / "2/whole")]
+    # A run that begins under DDP and goes on under ZeRO-2 and ZeRO-3.
+    chain = {"validation__every": 5, "checkpoint__every_steps": 2, "training__micro_batch": 1}
+    engines = [{"name": "ddp"}, {"name": "deepspeed"}, {"name": "deepspeed", "deepspeed": zero3}, {"name": "deepspeed"}]
+    kinds = [recipe(**chain, **{f"engine__{k}": v for k, v in engine.items()}) for engine in engines]
+    plan += [(made_by, tmp_path / "chain", {3 + 2 * i: "crash"}) for i, made_by in enumerate(kinds[:3])]
     results = pool.run(in_world, 2, tmp_path / "rendezvous", with_deepspeed, plan, timeout=240.0)[:2]
     for stage, where in ((2, slice(0, 3)), (3, slice(3, 6))):
         folder = tmp_path / f"{stage}"
@@ -143,9 +147,7 @@ def test_deepspeed_goes_on_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
         assert last["summary"]["rules"] == {"MARS-AdamW": 6, "AdamW": 10}
         assert all(s["grad_norm"] > 0 for s in steps(folder / "whole"))
     for result in results:
-        said = [str(message) for message, _ in result[6:]]
-        assert "engine is 'DeepSpeed ZeRO-2' there and 'DeepSpeed ZeRO-3' here" in said[0]
-        assert "engine is 'DeepSpeed ZeRO-2' there and 'DDP or one process' here" in said[1]
+        assert [(code, min(seen.trained)) for code, seen in result[6:]] == [("crash", 0), ("crash", 2), ("crash", 4)]
     # The same numbers as without DeepSpeed, which sums in another order.
     alone = recipe(validation__every=5)
     assert run(alone, tmp_path / "alone")[0] == 0
@@ -157,13 +159,19 @@ def test_deepspeed_goes_on_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
         )
         assert theirs == pytest.approx(ours, abs=2e-5) and len(ours) == 2
 
-    # Another number of ranks: the checkpoint is cut into two.
-    again = [(two, tmp_path / "2/whole")]
-    for result in pool.run(in_world, 3, tmp_path / "rendezvous3", in_turn, again):
-        assert "world_size is 2 there and 3 here" in result[0][0]
-        assert (
-            "DeepSpeed cannot change the number of ranks: start 2. Or choose another --out, or --fresh" in result[0][0]
-        )
+    # Three ranks of ZeRO, then one process.
+    pool.close()
+    again = [(kinds[3], tmp_path / "chain", {9: "crash"})]
+    results = pool.run(in_world, 3, tmp_path / "rendezvous3", with_deepspeed, again, timeout=240.0)
+    assert [(code, min(seen.trained)) for ((code, seen),) in results] == [("crash", 6)] * 3
+    code, seen = run(recipe(**chain), tmp_path / "chain")
+    assert (code, min(seen.trained)) == (0, 8)
+    about = [(r["run"]["engine"], r["run"]["world_size"]) for r in records(tmp_path / "chain") if "run" in r]
+    zero2, zero3_ = "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3"
+    assert about == [("DDP", 2), (zero2, 2), (zero3_, 2), (zero2, 3), ("one process", 1)]
+    assert losses(tmp_path / "chain") == pytest.approx(losses(tmp_path / "alone"), abs=2e-5)
+    steps_ = {name: value for name, value in saved(end(tmp_path / "chain")).items() if name.endswith("/step")}
+    assert len(steps_) == 16 and {value.item() for value in steps_.values()} == {10.0}
 
 
 def test_other_numbers_of_ranks_read_the_same_sequences(pool: RankPool, tmp_path: Path) -> None:
