@@ -20,15 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from mars_dist.checkpoint.names import Held, copies, inner, table
+from mars_dist.checkpoint.names import NEXT, PREVIOUS, Held, copies, inner, table
 from mars_dist.checkpoint.shares import my_share
 from mars_dist.checkpoint.tensors import Chunk
 from mars_dist.checkpoint.together import together
-from mars_dist.config import SETTINGS_KEY
-from mars_dist.loading import MOMENTS
+from mars_dist.config import SETTINGS_KEY, Settings
 from mars_dist.maths.absent import absent_like
 from mars_dist.optimizer import MARS
-from mars_dist.previous import NEXT, PREVIOUS
 from mars_dist.sharding.dtensor import local
 from mars_dist.states import STEP
 from mars_dist.tables import GROUP_ID
@@ -37,6 +35,7 @@ logger = logging.getLogger("mars_dist")
 
 VALUE = "param"
 GRADIENTS = (PREVIOUS, NEXT)
+MOMENTS = ("exp_avg", "exp_avg_sq")
 FORMAT = 1
 NOT_SAVED = {"params", "param_names", GROUP_ID, SETTINGS_KEY}  # of a group
 NOT_COMPARED = {"name"}
@@ -81,19 +80,19 @@ def chunks_of(optimizer: Any, model: nn.Module, *, once: bool = True) -> Iterato
     for one in table(optimizer, model):
         groups, number, count = copies(one.layout) if once else ((), 0, 1)
         chunks = by_holders.setdefault((groups, count), (number, count, []))[2]
-        chunks.extend(_chunks(one, found.state.get(one.tensor, {})))
+        keys = one.keys(one.group, found.settings) if isinstance(found, MARS) else None
+        chunks.extend(_chunks(one, found.state.get(one.tensor, {}), keys))
     for number, count, chunks in by_holders.values():
         yield from my_share(chunks, number, count)
 
 
-def _chunks(one: Held, state: Mapping[str, Any]) -> Iterator[Chunk]:
+def _chunks(one: Held, state: Mapping[str, Any], keys: list[str] | None) -> Iterator[Chunk]:
     s = one.segment
     if not s.numel:
         return
     yield Chunk(f"{one.name}/{VALUE}", s.shape, s.start, _piece(one, one.tensor, VALUE), s.region)
     for key, value in state.items():
-        is_used = one.keys is None or key in one.keys or key == NEXT and PREVIOUS in one.keys
-        if key == STEP or not is_used or not isinstance(value, Tensor):
+        if key == STEP or not isinstance(value, Tensor) or keys is not None and key not in keys:
             continue
         if value.ndim or not one.tensor.ndim:
             yield Chunk(f"{one.name}/{key}", s.shape, s.start, _piece(one, value, key), s.region)
@@ -228,7 +227,7 @@ class _Plan:
         with_values: bool,
     ) -> None:
         self._optimizer, self._held, self._reader = optimizer, held, reader
-        self._is_mars = isinstance(optimizer, MARS)
+        self._settings = optimizer.settings if isinstance(optimizer, MARS) else None
         self._saved: dict[str, set[str]] = {}
         for name in reader.names():
             parameter, _, key = name.rpartition("/")
@@ -297,6 +296,12 @@ class _Plan:
                 f"its settings have format {settings.get('format')!r}, and this mars_dist knows {FORMAT}: load it with "
                 "the version that saved it, or a newer one"
             )
+        theirs = settings.get("mars_type")  # of the authors' code
+        if self._settings is not None and theirs not in (None, self._settings.mars_type):
+            raise ValueError(
+                f"it was saved by mars_type={theirs!r}, and this optimizer is {self._settings.mars_type!r}: their "
+                "states mean different things"
+            )
         of: dict[str, dict[str, Any]] = {n: dict(g["values"]) for g in settings["groups"] for n in g["names"]}
         out: dict[int, tuple[str, dict[str, Any]]] = {}
         for one in self._held:
@@ -313,7 +318,9 @@ class _Plan:
                     "they are in one parameter group of this optimizer: make its groups as they were"
                 )
         text = settings.get(SETTINGS_KEY)
-        extra = {} if text is None or not self._is_mars else {SETTINGS_KEY: text}
+        extra = {}
+        if text is not None and self._settings is not None:
+            self._settings, extra = Settings.from_text(text), {SETTINGS_KEY: text}
         return {
             number: {k: tuple(v) if isinstance(v, list) else v for k, v in numbers.items()} | extra
             for number, (_, numbers) in out.items()
@@ -361,29 +368,34 @@ class _Plan:
             dtype = pieces[0][1].dtype
             for _, piece in pieces:
                 dtype = torch.promote_types(dtype, piece.dtype)
-            if self._is_mars and key in GRADIENTS:  # nor lose what this engine's gradients have
+            if self._settings is not None and key in GRADIENTS:  # nor lose what this engine's gradients have
                 dtype = torch.promote_types(dtype, getattr(p, "grad_dtype", None) or p.dtype)
             empty = absent_like(p, dtype) if key in GRADIENTS else torch.zeros_like(p, dtype=dtype, requires_grad=False)
             for one, piece in pieces:
                 _put(one, empty, piece)
             state[key] = empty
-        if PREVIOUS in keys:
-            lacking = [one for one in members if one.keys is not None and PREVIOUS in one.keys]
-            self._partly += [one.name for one in lacking if PREVIOUS not in used[one.name]]
+        if PREVIOUS in keys and self._settings is not None:
+            lacking = [one for one in members if PREVIOUS not in used[one.name]]
+            self._partly += [one.name for one in lacking if PREVIOUS in self._keys(one)]
         return state
 
     def _used(self, one: Held, step: float) -> list[str]:
         """The saved states of ``one`` that its rule uses, in an order that is the same on every rank."""
         saved = sorted(self._saved[self._name[one.name]] - {VALUE, STEP})
-        if one.keys is None:
+        if self._settings is None:
             return saved
-        missing = [key for key in one.keys if key in MOMENTS[:2] and key not in saved]
+        keys = self._keys(one)
+        missing = [key for key in keys if key in MOMENTS and key not in saved]
         if step and missing:
             raise ValueError(
                 f"{one.name} has no {' and no '.join(missing)}, which its rule needs after {step:g} steps: it is the "
                 "state of another optimizer, or of another variant"
             )
-        return [key for key in saved if key in one.keys or key == NEXT and PREVIOUS in one.keys]
+        return [key for key in saved if key in keys]
+
+    def _keys(self, one: Held) -> list[str]:
+        assert self._settings is not None
+        return one.keys({**one.group, **self._groups.get(one.group[GROUP_ID], {})}, self._settings)
 
 
 def _put(one: Held, target: Tensor, piece: Tensor) -> None:

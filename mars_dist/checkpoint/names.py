@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from mars_dist.config import GROUP_DEFAULTS, Settings
+from mars_dist.maths.rules import rule_for
 from mars_dist.optimizer import MARS
 from mars_dist.sharding import fsdp1
 from mars_dist.sharding.layout import COPIES, Layout, Segment
@@ -20,6 +21,7 @@ from mars_dist.tables import GROUP_ID, Tables
 # What wrappers put into the path of a parameter: always, and as the child "module" of one of these classes.
 IN_PATHS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 HOLDERS = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}
+PREVIOUS, NEXT = "prev_grad", "next_prev_grad"
 TABLES = "_mars_dist_tables"  # of another optimizer than MARS, which ``remember`` was told of
 
 
@@ -31,7 +33,7 @@ class Held:
         name, aliases: in the model; a parameter that is tied has further names.
         tensor: what the engine hands to the optimizer; the piece lies in it as ``segment`` says.
         group: the parameter group of it.
-        keys: the states that its rule keeps; None where the optimizer is not MARS.
+        is_mars: whether MARS trains it, and not an optimizer of torch's.
     """
 
     name: str
@@ -40,7 +42,13 @@ class Held:
     segment: Segment
     layout: Layout
     group: Mapping[str, Any]
-    keys: tuple[str, ...] | None
+    is_mars: bool
+
+    def keys(self, group: Mapping[str, Any], settings: Settings) -> list[str]:
+        """The states, beside the counter, that MARS keeps of it with these numbers of its group and these settings."""
+        ours = (settings.mars_type, settings.matrix_ndim, group["use_mars"], group["optimize_1d"])
+        keys = needed([rule_for(self.segment.shape, *ours)], group["amsgrad"], group["one_state"])
+        return keys + [NEXT] * (PREVIOUS in keys)
 
     @property
     def is_copy(self) -> bool:
@@ -94,17 +102,13 @@ def table(optimizer: Any, model: nn.Module) -> list[Held]:
     held: list[Held] = []
     for entry in tables.everything(groups, settings):
         unit = of_units.get(id(entry.param))
-        segments = entry.layout.segments if unit is None else unit.segments  # named as in this model
-        for segment, rule in zip(segments, entry.rules, strict=True):
+        for segment in (unit or entry.layout).segments:  # those of the unit are named as in this model
             if 0 in segment.shape:
                 continue  # an engine with flat tensors has no place for it
-            keys = None
-            if isinstance(found, MARS):
-                keys = tuple(needed([rule], entry.group["amsgrad"], entry.group["one_state"]))
             if unit is not None:
                 all_names = [segment.name] if fsdp1.is_flat(entry.param) else names.get(id(entry.param), [])
             else:
-                own = names.get(id(entry.param)) if len(segments) == 1 else None
+                own = names.get(id(entry.param)) if len(entry.layout.segments) == 1 else None
                 original = tables.original(entry.group, segment.name)
                 all_names = own or names.get(id(original), [])
             if not all_names:
@@ -114,7 +118,8 @@ def table(optimizer: Any, model: nn.Module) -> list[Held]:
                     "with. (Of torch's own optimizers mars_dist.checkpoint.remember(optimizer) has to be told before "
                     "deepspeed.initialize.)"
                 )
-            held.append(Held(all_names[0], tuple(all_names[1:]), entry.param, segment, entry.layout, entry.group, keys))
+            found_names = all_names[0], tuple(all_names[1:])
+            held.append(Held(*found_names, entry.param, segment, entry.layout, entry.group, isinstance(found, MARS)))
     _refuse_twins(held)
     return held
 
