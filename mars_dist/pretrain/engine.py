@@ -48,7 +48,8 @@ def state_form(recipe: Recipe, engine_name: str) -> str:
     """How the state is saved: what is by parameter name goes on in every engine and on any number of ranks."""
     if engine_name != "deepspeed" or not nvme.is_on(deepspeed_config(recipe)):
         return BY_NAME
-    return f"DeepSpeed's own, on the disks of {dist.get_world_size()} ranks"
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    return f"DeepSpeed's own, with the optimizer on the disks of {size} ranks"
 
 
 def schedule(recipe: Recipe, done: int) -> float:

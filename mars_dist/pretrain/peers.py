@@ -143,7 +143,7 @@ def _said(error: Exception | None) -> str:
 
 
 class Watch:
-    """Looks every second whether a rank on this machine has ended, from ``start`` to ``stop``.
+    """Looks every second whether a rank on this machine has ended, until ``stop`` or an error in its ``with`` block.
 
     Then this process gets ``GRACE`` seconds to notice by itself (gloo does at once; NCCL waits for its timeout, and a
     signal is only noted while a collective waits). After that it is ended, with the rank's name.
@@ -160,6 +160,14 @@ class Watch:
     def stop(self) -> None:
         """The others may end now."""
         self._stopped.set()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """After an error this process waits for nobody, and may take its time to close its files."""
+        if kind is not None:
+            self.stop()
 
     def ended(self) -> list[Peer]:
         return [peer for peer in self.here if peer.has_ended()]

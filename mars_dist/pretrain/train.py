@@ -101,7 +101,7 @@ def _train(
     per_step = recipe.training.batch * recipe.model.sequence_length
     flops, peak = models.flops_per_token(engine.model, recipe.model), models.peak_flops(world.device)
     keeper = checkpoint.Checkpoints(folder, recipe.checkpoint, facts)
-    with keeper, Metrics(recipe, out, step, about, active=world.rank == 0, bar=bar) as metrics:
+    with keeper, Metrics(recipe, out, step, about, active=world.rank == 0, bar=bar) as metrics, watch:
         metrics.say(describe(recipe, about, step, out))
         if step >= recipe.training.steps:
             metrics.say(f"finished at step {step}; for more: --set training.steps=..., to start over: --fresh")
