@@ -158,7 +158,7 @@ def resolve_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         )
     defaults["lr_1d_ratio"] = ratio
     for name in ("betas", "betas_1d"):
-        defaults[name] = _betas(name, defaults[name])
+        defaults[name] = pair_of_betas(name, defaults[name])
     check_group(defaults)
     return defaults
 
@@ -185,7 +185,7 @@ def resolve_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     for name, value in defaults.items():
         out.setdefault(name, value)
     for name in ("betas", "betas_1d"):
-        out[name] = _betas(name, out[name])
+        out[name] = pair_of_betas(name, out[name])
     check_group(out)
     out["weight_decay_1d"] = float(out["weight_decay_1d"])
     return out
@@ -233,7 +233,8 @@ def _ratio(lr_1d: Any, lr: Any) -> float:
     return float(lr_1d) / float(lr)
 
 
-def _betas(name: str, value: Any) -> tuple[float, float]:
+def pair_of_betas(name: str, value: Any) -> tuple[float, float]:
+    """``value`` as two decays, checked."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ValueError(f"{name} must be two numbers in [0, 1), got {value!r}")
     for i, beta in enumerate(value):

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mars_dist.config import GROUP_DEFAULTS, SETTINGS_KEY, Default, Settings, check_group
+from mars_dist.config import GROUP_DEFAULTS, SETTINGS_KEY, Default, Settings, check_group, pair_of_betas
 from mars_dist.maths.absent import absent_like, is_wholly_absent
 from mars_dist.maths.rules import Rule
 from mars_dist.one_state import GAMMA, check_form
@@ -92,12 +92,12 @@ class Reader:
         strange = [key for key in saved_states if key not in of]
         if strange:
             raise ValueError(f"it has states of {strange[:3]}, which its groups do not name")
-        values = {key: self._values(state, *of[key][1:]) for key, state in saved_states.items()}
+        values = {key: self._values(saved_states[key], *its[1:]) for key, its in of.items() if key in saved_states}
         values = {key: state for key, state in values.items() if state}
         for group, was, saved in zip(merged, self._groups, saved_groups, strict=True):
-            its = {p: values[key] for key, p in zip(saved["params"], group["params"], strict=True) if key in values}
-            self._take_form(group, was, saved, its, settings)
-        # Everything is checked: now copies are made.
+            present = {p: values[key] for key, p in zip(saved["params"], group["params"], strict=True) if key in values}
+            self._take_form(group, was, saved, present, settings)
+        # Copies of what is checked: whatever fails here as well (memory, say) fails before anything is changed.
         states = {of[key][2]: self._own(state, *of[key], settings, is_ours) for key, state in values.items()}
         for group, saved in zip(merged, saved_groups, strict=True):
             group["params"] = list(saved["params"])  # torch.optim puts the tensors in their place
@@ -147,7 +147,7 @@ class Reader:
         group |= {"params": was["params"], GROUP_ID: was[GROUP_ID]}
         try:
             for name in ("betas", "betas_1d"):
-                group[name] = tuple(float(beta) for beta in group[name])  # some formats of files know lists only
+                group[name] = pair_of_betas(name, group[name])  # some formats of files know lists only
             check_group(group)
         except (TypeError, ValueError) as error:
             raise ValueError(f"parameter group {number}: {error}") from error
@@ -155,12 +155,11 @@ class Reader:
 
     def _names(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
         """What the tensors of a group are called, for messages."""
-        theirs = saved.get("param_names", saved["params"])  # torch's helpers put names in the place of numbers
-        if "param_names" in group:
-            return list(group["param_names"])
-        if len(theirs) == len(group["params"]) and all(isinstance(name, str) for name in theirs):
-            return list(theirs)
-        return [self._tables.name(p) or f"parameter {i}" for i, p in enumerate(group["params"])]
+        # torch's helpers put names in the place of numbers. Under ZeRO all names belong to one flat tensor.
+        for names in (group.get("param_names"), saved.get("param_names"), saved["params"]):
+            if names and len(names) == len(group["params"]) and all(isinstance(name, str) for name in names):
+                return list(names)
+        return [self._tables.name(p) or f"tensor {i} of the group" for i, p in enumerate(group["params"])]
 
     def _take_form(
         self,
@@ -176,8 +175,8 @@ class Reader:
             ValueError: when something on the way has dropped the previous gradient of the form with two states.
         """
         if GAMMA not in saved:  # before there were two forms, or another optimizer, whose momentum is b for h = 0
-            old = any(PREVIOUS in state for state in its.values())
-            group |= {"one_state": False, GAMMA: None} if old else {k: was[k] for k in ("one_state", GAMMA)}
+            one = was[GAMMA] is not None and not any(PREVIOUS in state for state in its.values())
+            group |= {"one_state": one, GAMMA: group["gamma"] if one else None}
         elif saved[GAMMA] is None and was[GAMMA] is not None:
             for p, _, rule in shapes_and_rules(group, settings):
                 if rule.can_keep_one_state and p in its and PREVIOUS not in its[p]:
@@ -218,7 +217,11 @@ class Reader:
         settings: Settings,
         is_ours: bool,
     ) -> dict[str, Any]:
-        """Own copies of ``values`` that share memory with nobody, in the precision they were saved in."""
+        """Own copies of ``values`` that share memory with nobody.
+
+        h in the precision it was saved in; moments in that of states.py: where torch.optim kept them in 16 bits that is
+        exact, and float32 moments of 16-bit parameters stay.
+        """
         rules = self._tables.rules(group, p, settings)
         keys = set(values) if rules is None else {*needed(rules, group["amsgrad"], group["one_state"])}
         has_begun = values[STEP] > 0
@@ -229,7 +232,10 @@ class Reader:
         if rules is not None and PREVIOUS in keys:
             keys.add(NEXT)
         out: dict[str, Any] = {STEP: torch.tensor(values[STEP], dtype=torch.float32, device=p.device)}
-        out |= {key: copy_as(p, value) for key, value in values.items() if key in keys and key != STEP}
+        wide = torch.promote_types(p.dtype, torch.float32)
+        for key in values:  # in one order on every rank: cutting a DTensor in another way is a collective
+            if key in keys and key != STEP:
+                out[key] = copy_as(p, values[key].to(wide) if key in MOMENTS else values[key])
         if rules is not None and PREVIOUS in keys and PREVIOUS not in out and "exp_avg" in out:
             # Here already, so that what is saved before the next step has it.
             out[PREVIOUS] = absent_like(p, getattr(p, "grad_dtype", None) or p.dtype)
@@ -311,10 +317,10 @@ def _plain(value: Any) -> Any:
 
 def _difference(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     """The names that only one of two groups has, where both have names."""
-    theirs = saved.get("param_names", saved["params"])
-    if "param_names" not in group or not all(isinstance(name, str) for name in theirs):
+    theirs, mine = saved.get("param_names", saved["params"]), group.get("param_names", ())
+    named = len(theirs) == len(saved["params"]) and len(mine) == len(group["params"])
+    if not named or not all(isinstance(name, str) for name in theirs):
         return ""
-    mine = group["param_names"]
     parts = [
         f"{where}: {', '.join(sorted(names)[:3])}{' ...' if len(names) > 3 else ''}"
         for where, names in (("only there", set(theirs) - set(mine)), ("only here", set(mine) - set(theirs)))

@@ -102,7 +102,8 @@ class MARS(SavedOptimizer):
             of equal size lie side by side along the outputs (fused query, key and value: 3), each a matrix of its own.
 
     State per tensor: ``step`` (0-dim), ``exp_avg``, and what its rule needs of ``exp_avg_sq``, ``max_exp_avg_sq`` and
-    ``prev_grad`` (h, in the gradient's dtype, never sharing memory with a gradient). Created at the first step.
+    ``prev_grad`` (h, in the gradient's dtype, never sharing memory with a gradient; -0.0 where there is none).
+    Created at the first step.
 
     Raises:
         ValueError, TypeError: for a value out of range or an unknown keyword, naming it and the nearest known one;

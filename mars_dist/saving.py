@@ -106,8 +106,8 @@ class SavedOptimizer(Optimizer):
         torch.optim.AdamW is loaded as well: moments and step counters go on, and the next step has no previous gradient
         (``first_step``). loading.py says what is refused, left out and made up.
 
-        Nothing is exchanged with other ranks: where one of them may raise, its caller has to tell the others
-        (``mars_dist.checkpoint.together``).
+        What one rank refuses the others do not hear of: where they load different files, the caller has to tell them
+        (``mars_dist.checkpoint.together``). Nothing is exchanged, unless a DTensor has to be cut in another way.
 
         Raises:
             ValueError: for a state of another variant, of a newer format, of other groups, tensors or shapes, or that

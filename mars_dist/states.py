@@ -9,8 +9,9 @@
 | prev_grad | a rule with the gradient correction, but for one_state.py | the gradient's: the copy is exact |
 | next_prev_grad | exact mode, between looking ahead and the step that follows (previous.py) | as prev_grad |
 
-``prev_grad`` is -0.0 where there is none (maths/absent.py). A state has the shape of the tensor that the engine hands to the optimizer (under ZeRO the flat partition: DeepSpeed
-links and saves no other shape), and is left out where no piece of that tensor needs it.
+``prev_grad`` is -0.0 where there is none (maths/absent.py). A state has the shape of the tensor that the engine hands
+to the optimizer (under ZeRO the flat partition: DeepSpeed links and saves no other shape), and is left out where no
+piece of that tensor needs it.
 """
 
 from __future__ import annotations

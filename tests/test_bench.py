@@ -112,7 +112,7 @@ VECTOR, MATRIX = (8,), (4, 4)
         (MATRIX, {"clip": None}, 0, 7),
         (MATRIX, {}, 2, 9),  # each matrix has its own sum on a CPU, where foreach_norm is not accurate enough
         (MATRIX, {"mars_type": "mars-lion"}, 2, 8),
-        (MATRIX, {"first_step": "paper"}, 5, 12),
+        (MATRIX, {"first_step": "paper"}, 6, 15),  # in each pass: where h is absent, and g in its place
         (MATRIX, {"skip_nonfinite": True}, 20, 26),
         (VECTOR, {"skip_nonfinite": True}, 22, 28),
     ],

@@ -159,8 +159,8 @@ def test_a_gradient_that_is_nan_leaves_a_skipped_step_alone(orthogonalizer: str)
 
 
 @pytest.mark.parametrize(("saved_with", "loaded_into"), [(True, False), (False, True)])
-def test_torchs_flat_state_dict_of_the_other_form_is_refused(saved_with: bool, loaded_into: bool) -> None:
-    """It has no place for what one of the two lacks: nothing is loaded in silence."""
+def test_torchs_flat_state_dict_of_the_other_form(saved_with: bool, loaded_into: bool) -> None:
+    """torch reads only the states that the new optimizer has: prev_grad would be lost, and that is refused."""
     from torch.distributed.checkpoint import state_dict as helpers
 
     options = helpers.StateDictOptions(flatten_optimizer_state_dict=True)
@@ -175,6 +175,18 @@ def test_torchs_flat_state_dict_of_the_other_form_is_refused(saved_with: bool, l
         return net, optimizer
 
     saved = helpers.get_optimizer_state_dict(*built(saved_with), options=options)
+    undisturbed, expected = built(saved_with)
     net, optimizer = built(loaded_into)
-    with pytest.raises((ValueError, KeyError, RuntimeError), match="one_state|prev_grad"):
-        helpers.set_optimizer_state_dict(net, optimizer, saved, options=options)
+    if loaded_into:
+        with pytest.raises(ValueError, match="saved with one_state=False and come without prev_grad.*one_state=False"):
+            helpers.set_optimizer_state_dict(net, optimizer, saved, options=options)
+        assert optimizer.param_groups[0]["one_state"] is True
+        return
+    helpers.set_optimizer_state_dict(net, optimizer, saved, options=options)
+    assert optimizer.param_groups[0]["one_state"] is True and "prev_grad" not in optimizer.state[net.weight]
+    for model, its in ((undisturbed, expected), (net, optimizer)):
+        for step in range(3):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 0.5 + step).index_fill(0, torch.tensor([0]), -1.0)
+            its.step()
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), undisturbed.parameters(), strict=True))

@@ -78,13 +78,15 @@ def widen(tensors: Tensors) -> Tensors:
     return [t.float() for t in tensors] if tensors and tensors[0].dtype in HALF else tensors
 
 
-def corrected_gradient(grad: Tensors, prev_grad: Tensors, hyper: Hyper, scratch: Scratch) -> Tensors:
-    """c = g + k (g - h) in float32 (or float64) scratch; c = g for a rule without correction."""
-    c = scratch.like(grad, 0)
+def corrected_gradient(block: Block, hyper: Hyper, scratch: Scratch) -> Tensors:
+    """c = g + k (g - h) in scratch of the moments' precision; c = g for a rule without correction."""
+    grad, prev_grad = block.grad, _previous(block, hyper)
+    c = scratch.like(block.exp_avg, 0)
     if prev_grad:
         torch._foreach_copy_(c, prev_grad)
         # h + (1 + k)(g - h), which lerp evaluates as g + k (g - h)
-        torch._foreach_lerp_(c, widen(grad), 1.0 + hyper.k)
+        wide = grad if grad[0].dtype == c[0].dtype else [g.to(c[0].dtype) for g in grad]
+        torch._foreach_lerp_(c, wide, 1.0 + hyper.k)
     else:
         torch._foreach_copy_(c, grad)
     if hyper.maximize:
@@ -96,7 +98,7 @@ def squared_norms(block: Block, hyper: Hyper, scratch: Scratch) -> Tensors:
     """||c||^2 of every view of the block, as float64 0-dim tensors; the elements are summed in float32 or better
     (elements above 1e19 overflow there: c is then scaled to 0, and the step counts as not finite).
     """
-    c = corrected_gradient(block.grad, _previous(block, hyper), hyper, scratch)
+    c = corrected_gradient(block, hyper, scratch)
     if c[0].device.type == "cpu":  # sum() adds pairwise there, the norm one after the other (errors of 4e-5)
         torch._foreach_mul_(c, c)
         return [x.sum().double() for x in c]
@@ -125,7 +127,7 @@ def update(
         held = block.prev_grad or [torch.zeros_like(g) for g in block.grad]
         block.grad = [torch.where(ok, g, h.to(g.dtype)) for ok, g, h in zip(taken, block.grad, held, strict=True)]
 
-    c = corrected_gradient(block.grad, _previous(block, hyper), hyper, scratch)
+    c = corrected_gradient(block, hyper, scratch)
     if scale:
         torch._foreach_mul_(c, block.of(scale))
     if rule.is_adamw and block.flat and not taken and isinstance(hyper.lr, float):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 ABSENT = -0.0
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def absent_like(param: Any, dtype: torch.dtype) -> Any:
@@ -22,8 +23,9 @@ def absent_like(param: Any, dtype: torch.dtype) -> Any:
 
 
 def is_absent(previous: Tensor) -> Tensor:
-    """For every element, whether there is no previous gradient."""
-    return (previous == 0.0) & previous.signbit()
+    """For every element, whether there is no previous gradient: the sign bit alone, in one comparison."""
+    bits = INTEGERS[previous.element_size()]
+    return previous.view(bits) == torch.iinfo(bits).min
 
 
 def is_wholly_absent(previous: Tensor) -> bool:
