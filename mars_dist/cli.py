@@ -99,6 +99,7 @@ def parser() -> argparse.ArgumentParser:
     export = command("export", _export, "write a checkpoint as a folder that transformers loads")
     export.add_argument("checkpoint", type=Path, help="folder of a run (its last checkpoint), or of one checkpoint")
     export.add_argument("out", type=Path, help="the new folder: model and tokenizer")
+    checkpoint_cli.trust_argument(export)
 
     check = command("check", _check, "check DeepSpeed configurations that name MARS, without starting anything")
     check.add_argument("configs", nargs="+", metavar="CONFIG.json", help="what deepspeed.initialize will be given")
@@ -213,7 +214,7 @@ def _report(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from mars_dist.pretrain.export import export
 
-    export(args.checkpoint, args.out)
+    export(args.checkpoint, args.out, args.trust_checkpoint)
     if not args.quiet:
         print(f"wrote {args.out}: AutoModelForCausalLM.from_pretrained({str(args.out)!r}) loads it")
     return 0

@@ -92,6 +92,8 @@ def seal(folder: Path, facts: Mapping[str, Any] | None = None, group: dist.Proce
     with together(f"sealing {folder}", group):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is no folder, so there is nothing to seal")
+    # From here on every rank has written what it had to write.
+    with together(f"sealing {folder}", group):
         mine = {name: manifest.record(folder / name) for name in list(manifest.files_in(folder))[rank::ranks]}
         for name in mine:
             manifest.to_disk(folder / name)
@@ -180,7 +182,7 @@ def _file_faults(path: Path) -> list[str]:
             _safetensors(path, size)
         elif path.name.endswith(trust.METADATA):
             _pieces(path)
-        elif suffix in trust.PICKLED and suffix != trust.PIECES and zipfile.is_zipfile(path):
+        elif suffix in trust.PICKLED and suffix != trust.PIECES and trust.is_zip(path):
             with path.open("rb") as file:
                 _zip(file)
     except pickles.NotAllowed:  # said by trust.findings
@@ -223,7 +225,7 @@ def _pieces(path: Path) -> None:
         if (path.parent / name).is_file():  # else said before
             with (path.parent / name).open("rb") as file:
                 window = Window(file, offset, offset + length)
-                if zipfile.is_zipfile(window):
+                if trust.is_zip(window):
                     try:
                         _zip(window)
                     except Exception as error:

@@ -213,7 +213,7 @@ def _universal(folder: Path) -> list[str]:
     shapes = _value(models[0]).get("param_shapes")
     names = {str(key) for group in shapes or [] for key, _ in _items(group)} if isinstance(shapes, list) else set()
     found += [f"{folder / 'zero' / name} is missing" for name in sorted(names) if not (folder / "zero" / name).is_dir()]
-    if len(models) > 1:  # from ZeRO-3: a file for each rank
+    if any(path.name.startswith("zero_pp_rank_") for path in models):  # from ZeRO-3: a file for each rank
         ranks = _value(models[0]).get("dp_world_size")
         have = {match.group(1) for path in models if (match := MODEL_STATES.fullmatch(path.name))}
         counted = range(min(ranks, 1 << 20)) if type(ranks) is int else ()

@@ -34,6 +34,7 @@ METADATA, PIECES = ".metadata", ".distcp"
 ZIP = b"PK\x03\x04"
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PICKLES = 5  # magic number, version, system, the value, the names of the storages; then their bytes
+METADATA_CLASS = Global("torch.distributed.checkpoint.metadata", "Metadata")
 SHOWN = 3
 
 
@@ -142,7 +143,7 @@ def _of_file(path: Path) -> Finding | None:
         with path.open("rb") as file:
             size = path.stat().st_size
             start = file.read(4)
-            zipped = zipfile.is_zipfile(file)
+            zipped = is_zip(file)
             suffix = METADATA if path.name.endswith(METADATA) else path.suffix.lower()
             if not (suffix in PICKLED or zipped or start == ZIP or _like_a_pickle(start)):
                 return None
@@ -183,18 +184,32 @@ def _torch_file(file: Window, strict: bool = True) -> list[Any]:
     start = file.read(len(ZIP))
     file.seek(0)
     found = []
-    if zipfile.is_zipfile(file):  # also one that begins in the middle
+    if is_zip(file):  # also one that begins in the middle
         found += _as_zipfile(file, strict)
     file.seek(0)
     if start == ZIP:
         return _as_torch_opens_it(file, strict)
     file.seek(0)
+    if _is_tar(file):
+        raise NotAllowed("is a tar file: an old format of torch.save, which is not checked")
+    file.seek(0)
+    return [*found, *_one_after_the_other(file, strict)]
+
+
+def is_zip(file: Any) -> bool:
+    """Whether a file ends as zip files end, or does so with a fault that Python's reader stops at."""
+    try:
+        return zipfile.is_zipfile(file)
+    except zipfile.BadZipFile:
+        return True
+
+
+def _is_tar(file: Window) -> bool:
     try:
         with tarfile.open(fileobj=file, mode="r:"):
-            raise NotAllowed("is a tar file: an old format of torch.save, which is not checked")
+            return True
     except (tarfile.TarError, OSError, ValueError, EOFError):
-        file.seek(0)
-    return [*found, *_one_after_the_other(file, strict)]
+        return False
 
 
 def _as_torch_opens_it(file: Window, strict: bool) -> list[Any]:
@@ -205,8 +220,9 @@ def _as_torch_opens_it(file: Window, strict: bool) -> list[Any]:
         reader = torch._C.PyTorchFileReader(cast(IO[bytes], file))
         names = reader.get_all_records()
         read = {name: reader.get_record(name) for name in names if _is_pickle(name)}
-    except RuntimeError as error:
-        raise Damaged(f"is no whole zip file of torch.save ({str(error).splitlines()[0][:120]})") from error
+    except Exception as error:  # a damaged file raises RuntimeError, or UnicodeDecodeError for that one's text
+        text = (str(error) or type(error).__name__).splitlines()[0][:120]
+        raise Damaged(f"is no whole zip file of torch.save ({text})") from error
     if "constants.pkl" in names:
         raise NotAllowed("is a TorchScript archive, which holds programs")
     if "data.pkl" not in read:
@@ -287,7 +303,9 @@ def pieces(metadata: Any) -> Iterator[tuple[str, int, int]]:
 
 def _dcp(folder: Path, file: Window) -> None:
     """Check ``.metadata``, and of each file the pieces that ``dcp.load`` would read by it."""
-    metadata = pickles.read(file)
+    metadata = _one_after_the_other(file, strict=True)[0]
+    if not isinstance(metadata, Made) or metadata.of != METADATA_CLASS:
+        raise Damaged("is no metadata of torch's distributed checkpoints")
     by_file: dict[str, set[tuple[int, int]]] = {}
     for name, offset, length in pieces(metadata):
         by_file.setdefault(name, set()).add((offset, length))

@@ -6,7 +6,8 @@ to ``Accelerator.prepare``, ``prepare_model`` and ``prepare_optimizer`` is what 
 - with DeepSpeed and optimizer offload they would put DeepSpeedCPUAdam in the place of MARS without a word;
 - with FSDP1 they do not say where the pieces of each parameter went (``MARS.attach``), and with
   ``use_orig_params=False`` they leave the optimizer with parameters that are never trained;
-- on CPUs they may run every process on its own, or DDP in the place of FSDP, without an error.
+- on CPUs they may run every process on its own, or DDP in the place of FSDP, without an error;
+- ``load_state`` unpickles what it is given: the folder is checked before; ``save_state`` is sealed.
 
 The private names of Accelerate that this needs are in this file only. Nothing is imported before somebody else does.
 """
@@ -16,11 +17,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 import logging
 import os
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -74,7 +78,7 @@ def _watched(original: Callable[..., Any], watch: Callable[..., Any]) -> Callabl
     return method
 
 
-# ------------------------------------------------------------------------------------------------ the three methods
+# ------------------------------------------------------------------------------------------------ the watched methods
 
 
 def _prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,10 +122,52 @@ def _prepare_optimizer(
     return prepared
 
 
+def _save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands around ``Accelerator.save_state``: the folder is sealed when every rank has written."""
+    if not _has_mars(accelerator):
+        return original(accelerator, *args, **kwargs)
+    from mars_dist.checkpoint import around
+
+    with around.sealed_as_a_whole():
+        saved = original(accelerator, *args, **kwargs)
+    if not accelerator.project_configuration.save_on_each_node:
+        around.seal_after_saving(Path(saved), "Accelerate")
+    return saved
+
+
+def _load_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands before ``Accelerator.load_state``: its pickles are checked before one is opened."""
+    if _has_mars(accelerator):
+        _check_before_loading(accelerator, inspect.signature(original).bind(accelerator, *args, **kwargs).arguments)
+    return original(accelerator, *args, **kwargs)
+
+
+def _check_before_loading(accelerator: Any, given: dict[str, Any]) -> None:
+    from mars_dist.checkpoint import around
+
+    settings = accelerator.project_configuration
+
+    def where() -> Path | None:
+        if given.get("input_dir") is not None:
+            return Path(given["input_dir"]).expanduser()
+        if not settings.automatic_checkpoint_naming:
+            return None  # Accelerate raises
+        inside = Path(accelerator.project_dir, "checkpoints").iterdir()
+        return max(inside, key=lambda path: int(re.findall(r"[0-9]+", path.name)[0]), default=None)
+
+    around.check_before_loading(where, shared=not settings.save_on_each_node)
+
+
+def _has_mars(accelerator: Any) -> bool:
+    return any(mars_inside(optimizer) is not None for optimizer in _lists(accelerator)[1])
+
+
 WATCHED: dict[str, Callable[..., Any]] = {
     "prepare": _prepare,
     "prepare_model": _prepare_model,
     "prepare_optimizer": _prepare_optimizer,
+    "save_state": _save_state,
+    "load_state": _load_state,
 }
 
 # By accelerator: the parameters that FSDP1 has replaced by flat ones. They never see a gradient again.

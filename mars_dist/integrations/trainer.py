@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from mars_dist import versions
+from mars_dist.integrations import trainer_checkpoints
 from mars_dist.integrations.deepspeed import NAMES as DEEPSPEED_NAMES
 from mars_dist.integrations.import_hook import forget, when_imported
 
@@ -50,12 +51,14 @@ def register() -> None:
     when_imported(ARGUMENTS, _extend_arguments)
     when_imported(OPTIMIZERS, _add_handlers)
     when_imported(DEEPSPEED, _watch_configuration)
+    trainer_checkpoints.register()
 
 
 def unregister() -> None:
     """Undo ``register()``: transformers is as before."""
     global _active
     _active = False
+    trainer_checkpoints.unregister()
     for name in (ARGUMENTS, OPTIMIZERS, DEEPSPEED):
         forget(name)
     arguments = sys.modules.get(ARGUMENTS)

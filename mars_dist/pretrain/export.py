@@ -14,14 +14,15 @@ from mars_dist.pretrain.recipe import load  # noqa
 from mars_dist.pretrain.tokenizer import END_OF_TEXT, END_OF_TEXT_ID, load_ranks
 
 
-def export(source: Path, out: Path) -> None:
+def export(source: Path, out: Path, trusted: bool = False) -> None:
     """Write the model of ``source`` in float32, and GPT-2's tokenizer, to the new folder ``out``.
 
     Args:
         source: folder of a run (its last checkpoint is taken) or of one checkpoint in it.
+        trusted: unpickle a DeepSpeed checkpoint without a check of what its pickles do.
 
     Raises:
-        ValueError: when there is no complete checkpoint.
+        ValueError: when there is no complete checkpoint, or its pickles do more than checkpoints need.
         FileExistsError: when ``out`` exists and is not empty.
     """
     folder, run = find(source)
@@ -31,7 +32,7 @@ def export(source: Path, out: Path) -> None:
         raise FileExistsError(f"{out} exists and is not empty: choose another folder")
     recipe = load(str(run / "recipe.yaml"), ["model.compile=false"])
     model: Any = models.build(recipe.model)
-    model.load_state_dict(weights(folder))
+    model.load_state_dict(weights(folder, trusted))
     out.mkdir(parents=True, exist_ok=True)
     model.config.use_cache = True
     model.save_pretrained(out)
@@ -48,7 +49,7 @@ def find(source: Path) -> tuple[Path, Path]:
     return folder, source
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder: Path, trusted: bool = False) -> dict[str, torch.Tensor]:
     """The model's parameters by name, in float32, whatever the engine sharded."""
     if (folder / STATE_FILE).exists():
         try:
@@ -60,7 +61,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     else:
         from mars_dist.integrations.deepspeed.launch import whole_weights
 
-        state = whole_weights(folder, "deepspeed")
+        state = whole_weights(folder, "deepspeed", trusted)
     state = {name.removeprefix("_orig_mod."): value.float() for name, value in state.items()}
     state.setdefault("lm_head.weight", state["transformer.wte.weight"])
     return state

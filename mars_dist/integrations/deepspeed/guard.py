@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from mars_dist.integrations.deepspeed import NAMES, nvme, universal_load
+from mars_dist.integrations.deepspeed import NAMES, nvme, saved, universal_load
 from mars_dist.integrations.deepspeed.features import OFFLOAD, as_given, lookup, refused, unknown, warned
 from mars_dist.integrations.deepspeed.parallel import faults
 from mars_dist.optimizer import MARS
@@ -172,11 +172,23 @@ def _when_it_loads(original: Callable[..., Any], engine: Any, *args: Any, **kwar
     is_universal = engine.load_universal_checkpoint()
     if (something or is_universal) and nvme.is_on(engine._config._param_dict):
         raise RuntimeError(f"MARS: {nvme.NO_LOADING}")
+    saved.check_before_loading(engine, Path(folder), tag)
     if is_universal:
         return universal_load.load(original, engine, *args, **kwargs)
     if given.get("load_optimizer_states", True) and not given.get("load_module_only"):
         universal_load.refuse_another_cut(engine, folder, tag)
     return original(engine, *args, **kwargs)
+
+
+def _when_it_saves(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands around ``DeepSpeedEngine.save_checkpoint``."""
+    if not isinstance(engine.basic_optimizer, MARS):
+        return original(engine, *args, **kwargs)
+    given = inspect.signature(original).bind(engine, *args, **kwargs).arguments
+    folder = saved.folder_to_save(engine, given.get("save_dir"), given.get("tag"))
+    result = original(engine, *args, **kwargs)
+    saved.seal(engine, folder)
+    return result
 
 
 def _when_it_steps(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -220,4 +232,5 @@ WATCHED: dict[str, Callable[..., Any]] = {
     "_configure_zero_optimizer": _when_zero_is_made,
     "_take_model_step": _when_it_steps,
     "load_checkpoint": _when_it_loads,
+    "save_checkpoint": _when_it_saves,
 }

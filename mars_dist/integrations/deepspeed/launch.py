@@ -59,8 +59,15 @@ def initialize(**arguments: Any) -> Any:
     return deepspeed.initialize(**arguments)
 
 
-def whole_weights(folder: Path, tag: str) -> dict[str, torch.Tensor]:
-    """The parameters by name, in float32, of a ZeRO checkpoint. DeepSpeed unpickles files: only your own."""
+def whole_weights(folder: Path, tag: str, trusted: bool = False) -> dict[str, torch.Tensor]:
+    """The parameters by name, in float32, of a ZeRO checkpoint. DeepSpeed unpickles its files: they are checked first.
+
+    Raises:
+        UntrustedCheckpoint: when they do more than checkpoints need; with ``trusted`` nothing is checked.
+    """
+    from mars_dist.integrations.deepspeed.saved import check_whole
+
+    check_whole(folder, tag, trusted)
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     return dict(get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag))

@@ -1,0 +1,86 @@
+"""What the integrations put around a library's own saving and loading: pickles are checked before, a seal comes after.
+
+Each is called by every rank. Where the ranks do not see one and the same folder (node-local storage), each checks all
+that it has, and nothing is sealed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mars_dist.checkpoint import find, kinds, trust
+from mars_dist.checkpoint.together import together
+
+SEAL = "MARS_DIST_SEAL"
+_inside = 0
+
+
+def seals() -> bool:
+    """Whether folders are sealed: not with MARS_DIST_SEAL=0, nor inside of a save that is sealed as a whole."""
+    return _inside == 0 and os.environ.get(SEAL, "1").lower() not in ("0", "false", "no", "off")
+
+
+@contextlib.contextmanager
+def sealed_as_a_whole() -> Iterator[None]:
+    """Around a save whose parts seal themselves when they are saved alone (DeepSpeed's in Accelerate's)."""
+    global _inside
+    _inside += 1
+    try:
+        yield
+    finally:
+        _inside -= 1
+
+
+def check_before_loading(where: Callable[[], Path | None], shared: bool = True) -> None:
+    """``trust.check`` of a folder that a library is about to unpickle; each rank reads its part of the files.
+
+    Args:
+        where: returns the folder, or None where the library will find nothing; what it raises is raised on every rank.
+        shared: whether all ranks see the same folder.
+
+    Raises:
+        CheckpointError: on every rank (without a process group ``UntrustedCheckpoint``); before anything is opened.
+    """
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    with together("checking a checkpoint before it is loaded"):  # no exchange inside, whatever this rank finds
+        folder = where()
+        if folder is not None and folder.exists() and not trust.is_trusted():
+            names = trust.walk(folder)
+            if shared:  # by name, not by number: two ranks may not see the same list
+                names = [path for path in names if zlib.crc32(os.fsencode(path.relative_to(folder))) % ranks == rank]
+            trust.check(folder, files=names)
+
+
+def checked_tag(folder: Path, tag: Any, doing: str) -> Path:
+    """The folder of a DeepSpeed tag; on every rank the same error when it leads out of ``folder``."""
+    with together(doing):
+        return kinds.tag_folder(folder, tag)
+
+
+def seal_after_saving(folder: Path, kind: str) -> None:
+    """``find.seal``, unless it is turned off.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    if seals():
+        find.seal(folder, {"saved_by": kind})
+
+
+def newest(folder: Path) -> Path | None:
+    """``find.latest_valid``: looked for on rank 0, the same answer on every rank."""
+    chosen: list[str | None] = [None]
+    with together(f"looking for the newest checkpoint in {folder}"):
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            found = find.latest_valid(folder)
+            chosen = [None if found is None else str(found)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(chosen, src=0)
+    return None if chosen[0] is None else Path(chosen[0])
