@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -115,7 +116,8 @@ def _latest(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     from mars_dist.integrations.deepspeed.universal import convert
 
-    facts = convert(args.folder, args.out, args.tag, trusted=args.trust_checkpoint)
+    with contextlib.redirect_stdout(sys.stderr):  # what DeepSpeed says when it is imported
+        facts = convert(args.folder, args.out, args.tag, trusted=args.trust_checkpoint)
     if args.json:
         print(json.dumps({"out": str(args.out), **facts}, indent=1))
     elif not args.quiet:

@@ -153,15 +153,26 @@ FROM_FOUR = [
 ]
 
 
+@pytest.fixture(scope="module")
+def pools_of_four(pool: RankPool) -> Iterator[dict[int, RankPool]]:
+    """Of their own for stage 2: in the processes of ``pool``, after trainings on fewer of them, DeepSpeed's stage 2 on
+    four ranks does not train as one process does (before anything is saved)."""
+    own = RankPool(4)
+    yield {1: pool, 2: own, 3: pool}
+    own.close()
+
+
 @pytest.mark.parametrize("case", FROM_FOUR, ids=str)
-def test_from_four_ranks_to_two(pool: RankPool, case: ZeroCase, tmp_path: Path) -> None:
+def test_from_four_ranks_to_two(pools_of_four: dict[int, RankPool], case: ZeroCase, tmp_path: Path) -> None:
+    pool = pools_of_four[case.stage]
     saved = saved_and_converted(pool, 4, case, tmp_path)
+    assert furthest(saved["end"], cases.on_one_process(case)) < tolerance(case)
     result = load(pool, 2, case, tmp_path)
     check_load(result, saved)
     assert furthest(result["end"], cases.on_one_process(case)) < tolerance(case)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [slow(1), 2, 3])
 def test_frozen_parameters_and_buffers(pool: RankPool, stage: int, tmp_path: Path) -> None:
     """DeepSpeed's loader leaves both as the new model has them."""
     case = ZeroCase(stage, params=BASE, net="statistics")
@@ -175,7 +186,7 @@ def test_frozen_parameters_and_buffers(pool: RankPool, stage: int, tmp_path: Pat
 
 BF16 = [
     ZeroCase(1, "bf16", params=BASE, extra=GRAD_FP32),
-    ZeroCase(3, "bf16", params=BASE, zero=SMALL),
+    slow(ZeroCase(3, "bf16", params=BASE, zero=SMALL)),
     slow(ZeroCase(2, "bf16", params=BASE)),
     slow(ZeroCase(1, "bf16", params=SHAMPOO, extra=GRAD_FP32)),
     slow(ZeroCase(2, "bf16", params=LION, offload=True)),
@@ -269,7 +280,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(pool: RankPool, tmp_pa
         faults = manifest.faults(tmp_path / "universal")
         assert len(faults) == 1 and word in faults[0] and str(victim) in faults[0]
         text = errors(pool, 2, case, tmp_path)
-        assert str(victim) in text and word in text
+        assert str(victim) in text  # by the manifest, or where its pickle is looked at
 
 
 def test_a_source_that_cannot_be_converted(pool: RankPool, tmp_path: Path) -> None:
@@ -285,6 +296,7 @@ def test_a_source_that_cannot_be_converted(pool: RankPool, tmp_path: Path) -> No
         a_checkpoint(pool, folder, stage)
         (folder / "there").mkdir()
         assert "there exists" in convert(folder, folder / "there", exists=True)
+        (folder / cases.TAG / manifest.NAME).unlink(missing_ok=True)  # a seal would show it as well
         gone = next((folder / cases.TAG).glob(pattern))
         kept = gone.read_bytes()
         gone.unlink()
@@ -298,6 +310,7 @@ def test_a_source_that_cannot_be_converted(pool: RankPool, tmp_path: Path) -> No
 def test_pickles_of_the_source_are_looked_at_first(pool: RankPool, tmp_path: Path) -> None:
     a_checkpoint(pool, tmp_path)
     ran = tmp_path / "ran"
+    (tmp_path / cases.TAG / manifest.NAME).unlink(missing_ok=True)  # a seal would show it as well
     torch.save(Payload(str(ran)), tmp_path / cases.TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     with pytest.raises(RankError, match="--trust-checkpoint"):
         pool.run(cases.convert, str(tmp_path), str(tmp_path / "universal"))

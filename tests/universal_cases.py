@@ -321,6 +321,8 @@ def on_one_process(case: ZeroCase) -> dict[str, Tensor]:
     for batch in batches:
         for micro_batch in batch:
             gradient(micro_batch)
+        if case.clip:
+            nn.utils.clip_grad_norm_(net.parameters(), case.clip)
         mars.step()
         mars.zero_grad()
         if schedule is not None:

