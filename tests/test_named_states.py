@@ -95,6 +95,7 @@ def assert_active(case: Case, result: dict[str, Any]) -> None:
     assert result["rule_counts"] == {LABELS[variant]: 5, "AdamW": 4}
     if case.engine in ACTIVE:
         kind, engines = ACTIVE[case.engine]
+        kind = "FSDPLayers" if (kind, case.net) == ("FSDPNet", "layers") else kind
         assert (result["type"], result["engines"]) == (kind, engines)
 
 
