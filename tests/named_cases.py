@@ -25,6 +25,7 @@ States = dict[str, Any]
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "lr_1d": 4e-3, "weight_decay": 0.05, "clip": 0.1}
 WRONG: dict[str, Any] = {"lr": 0.5, "weight_decay": 0.7, "betas": (0.5, 0.6), "clip": 7.0}
 SECOND = {"weight_decay": 0.0, "lr": 5e-3, "gamma": 0.05}
+SECOND_OF_ADAMW = {"weight_decay": 0.0, "lr": 5e-3, "betas": (0.8, 0.9)}
 BEGIN, END = 4, 9
 # Name: a builder of PyTorch's engines with its options, or a ZeRO case.
 ENGINES: dict[str, Any] = {
@@ -267,6 +268,50 @@ def refused(case: Case, states: States) -> str:
         training.step(1)
     training.close()
     return said
+
+
+def adamw(engine: str) -> dict[str, Any]:
+    """AdamW of torch's: four steps, its states into a fresh engine, five steps in both."""
+    import deepspeed as ds
+
+    from mars_dist.checkpoint import full_states, load_full_states, remember
+
+    def made(fresh: bool) -> tuple[Any, Any, Callable[[int], None], Callable[[], dict[str, Tensor]]]:
+        net, zero = engine_nets.build("net"), ENGINES[engine]
+        optimizer = torch.optim.AdamW(groups_of(net, SECOND_OF_ADAMW, fresh), lr=0.5 if fresh else 1e-2)
+        remember(optimizer)
+        ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        config = {k: v for k, v in zero_cases.config(zero).items() if k != "optimizer"}
+        config |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        made, wrapper, *_ = ds.initialize(model=net, config=config, optimizer=optimizer)
+        assert type(wrapper).__name__ in USED and type(wrapper.optimizer) is torch.optim.AdamW
+        mine = torch.arange(12).view(dist.get_world_size(), -1)[dist.get_rank()]
+
+        def step(number: int) -> None:
+            tokens, targets = nets.batch(number)
+            made.backward(made(tokens[mine], targets[mine]))
+            made.step()
+
+        return made, wrapper, step, lambda: zero_cases.parameters(net, made, zero)
+
+    from mars_dist.integrations.deepspeed.weights import USED
+
+    first, wrapper, step, end = made(fresh=False)
+    for number in range(BEGIN):
+        step(number)
+    states = full_states(first, first, rank0_only=False)
+    for number in range(BEGIN, END):
+        step(number)
+    expected = end()
+    first.destroy()
+    second, _, step, end = made(fresh=True)
+    load_full_states(second, second, states)
+    weights = end()
+    for number in range(BEGIN, END):
+        step(number)
+    out = {"states": states, "expected": expected, "weights": weights, "end": end(), "type": type(wrapper).__name__}
+    second.destroy()
+    return out
 
 
 def equal(a: dict[str, dict[str, Tensor]], b: dict[str, dict[str, Tensor]]) -> bool:

@@ -95,6 +95,7 @@ def assert_active(case: Case, result: dict[str, Any]) -> None:
     assert result["rule_counts"] == {LABELS[variant]: 5, "AdamW": 4}
     if case.engine in ACTIVE:
         kind, engines = ACTIVE[case.engine]
+        kind = "FSDPLayers" if (kind, case.net) == ("FSDPNet", "layers") else kind
         assert (result["type"], result["engines"]) == (kind, engines)
 
 
@@ -162,11 +163,11 @@ def check_pairs(pools: Any, taken: Any, pairs: list[tuple[int, Case, int, Case]]
 
 def test_states_are_those_of_one_process(taken: Any) -> None:
     check_sources(taken, 2, [Case(engine, ADAMW) for engine in ENGINES])
-    check_sources(taken, 2, [Case(engine, SHAMPOO) for engine in ("ddp", "fsdp2", "zero1", "zero3")])
+    check_sources(taken, 2, [Case(engine, SHAMPOO) for engine in ("fsdp2", "zero3")])
 
 
 def test_the_same_engine_goes_on_bit_for_bit(pools: Any, taken: Any) -> None:
-    cases = [Case(engine, ADAMW) for engine in ("fsdp1", "zero1", "zero3", "zero2-offload")]
+    cases = [Case(engine, ADAMW) for engine in ("fsdp1", "zero1", "zero2-offload")]
     cases += [Case("fsdp2", SHAMPOO), Case("zero3", SHAMPOO)]
     check_pairs(pools, taken, [(2, case, 2, case) for case in cases])
 
@@ -175,8 +176,10 @@ def test_another_engine_on_another_number_of_ranks_goes_on(pools: Any, taken: An
     pairs = []
     for i, engine in enumerate(ENGINES):
         pairs.append((2, Case(ENGINES[(i + 3) % len(ENGINES)], ADAMW), 3, Case(engine, ADAMW)))
-    chain = ("ddp", "zero3", "fsdp2", "zero1", "ddp")
-    pairs += [(2, Case(a, SHAMPOO), 3, Case(b, SHAMPOO)) for a, b in itertools.pairwise(chain)]
+    pairs += [
+        (2, Case("zero3", SHAMPOO), 3, Case("fsdp2", SHAMPOO)),
+        (2, Case("fsdp2", SHAMPOO), 3, Case("zero3", SHAMPOO)),
+    ]
     check_pairs(pools, taken, pairs)
 
 
@@ -191,8 +194,7 @@ def test_one_process_and_engines_pass_states_to_each_other(pools: Any, taken: An
 def test_tensor_parallelism_passes_states_to_other_engines(pools: Any, taken: Any) -> None:
     tensor, fsdp2, zero3 = (Case(engine, ADAMW, "layers") for engine in ("tensor", "fsdp2", "zero3"))
     check_sources(taken, 2, [tensor])
-    check_pairs(pools, taken, [(2, tensor, 2, tensor), (2, tensor, 2, zero3), (1, plain(ADAMW, "layers"), 3, tensor)])
-    check_pairs(pools, taken, [(2, tensor, 3, fsdp2)])
+    check_pairs(pools, taken, [(2, tensor, 2, zero3), (1, plain(ADAMW, "layers"), 3, tensor), (2, tensor, 3, fsdp2)])
 
 
 def test_exact_mode_between_a_look_ahead_and_its_step(pools: Any, taken: Any) -> None:
@@ -204,7 +206,9 @@ def test_exact_mode_between_a_look_ahead_and_its_step(pools: Any, taken: Any) ->
     check_pairs(pools, taken, [*pairs, (2, Case("zero1", EXACT), 2, Case("zero1", EXACT))])
 
 
-@pytest.mark.parametrize("engine", SIXTEEN)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(e, marks=pytest.mark.slow) if e == "zero2-bf16" else e for e in SIXTEEN]
+)
 def test_sixteen_bit_weights_follow_the_master(engine: str, pools: Any, taken: Any) -> None:
     """``weights`` compares what the model computes with and the master on every rank."""
     case = Case(engine, ADAMW)
@@ -212,6 +216,16 @@ def test_sixteen_bit_weights_follow_the_master(engine: str, pools: Any, taken: A
     (result,) = pools[2].run(named_cases.many, [("go_on", case, source["states"])])[0]
     check_loaded(case, source, result)
     assert furthest(result["end"], source["end"]) == 0.0
+
+
+@pytest.mark.parametrize("engine", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_adamw_of_torch_under_zero(engine: str, pools: Any) -> None:
+    for result in pools[2].run(named_cases.adamw, engine):
+        assert result["type"] == ACTIVE[engine][0]
+        states = result["states"]["tensors"]
+        assert all({*its} == {"param", "exp_avg", "exp_avg_sq", "step"} for its in states.values()) and len(states) == 9
+        assert furthest(result["weights"], {name: its["param"] for name, its in states.items()}) == 0.0
+        assert furthest(result["end"], result["expected"]) == 0.0
 
 
 @pytest.mark.slow
@@ -248,7 +262,7 @@ def test_meshes_and_flat_parameters(params: dict[str, Any], pools: Any, taken: A
 def test_files_of_all_ranks_hold_each_element_once(pools: Any, taken: Any, tmp_path: Path) -> None:
     from mars_dist.checkpoint import Reader
 
-    engines = {"ddp": "zero3", "zero3": "fsdp2", "fsdp2": "ddp"}
+    engines = {"ddp": "zero3", "zero3": "fsdp2"}
     single = taken(1, plain(ADAMW))[0]
     for a, b in engines.items():
         (folder := tmp_path / a).mkdir()

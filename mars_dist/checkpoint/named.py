@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from mars_dist.checkpoint.names import NEXT, PREVIOUS, Held, copies, inner, table
+from mars_dist.checkpoint.names import NEXT, PREVIOUS, Held, holders, inner, table
 from mars_dist.checkpoint.shares import my_share
 from mars_dist.checkpoint.tensors import Chunk
 from mars_dist.checkpoint.together import together
-from mars_dist.config import SETTINGS_KEY, Settings
+from mars_dist.config import GROUP_DEFAULTS, SETTINGS_KEY, Settings
 from mars_dist.maths.absent import absent_like
 from mars_dist.optimizer import MARS
 from mars_dist.sharding.dtensor import local
@@ -38,6 +38,7 @@ GRADIENTS = (PREVIOUS, NEXT)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FORMAT = 1
 NOT_SAVED = {"params", "param_names", GROUP_ID, SETTINGS_KEY}  # of a group
+OF_MARS = {*GROUP_DEFAULTS, "lr_1d_ratio", "one_state_gamma", SETTINGS_KEY}
 NOT_COMPARED = {"name"}
 
 # What an integration knows of engines whose models compute with other tensors than the optimizer updates: given the
@@ -76,10 +77,10 @@ def chunks_of(optimizer: Any, model: nn.Module, *, once: bool = True) -> Iterato
         RuntimeError: when the pieces cannot be known, or the states are not in memory (NVMe).
     """
     found = inner(optimizer)
-    by_holders: dict[tuple[Any, ...], tuple[int, int, list[Chunk]]] = {}
-    for one in table(optimizer, model):
-        groups, number, count = copies(one.layout) if once else ((), 0, 1)
-        chunks = by_holders.setdefault((groups, count), (number, count, []))[2]
+    by_holders: dict[Any, tuple[int, int, list[Chunk]]] = {}
+    held = table(optimizer, model)
+    for one, (who, number, count) in zip(held, holders(held) if once else [((), 0, 1)] * len(held), strict=True):
+        chunks = by_holders.setdefault((who, count), (number, count, []))[2]
         keys = one.keys(one.group, found.settings) if isinstance(found, MARS) else None
         chunks.extend(_chunks(one, found.state.get(one.tensor, {}), keys))
     for number, count, chunks in by_holders.values():
@@ -263,8 +264,10 @@ class _Plan:
                 numbers.append(number)
                 number += 1
             kept = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            if not self._of_mars:  # MARS is told that it gets the state of another optimizer
-                kept.pop(SETTINGS_KEY, None)
+            if (
+                self._settings is not None and not self._of_mars
+            ):  # MARS is told that it gets the state of another optimizer, and derives the rest
+                kept = {k: v for k, v in kept.items() if k not in OF_MARS}
             groups.append({**kept, **self._groups.get(_number(self._optimizer, i), {}), "params": numbers})
         return {"state": state, "param_groups": groups}
 

@@ -124,17 +124,43 @@ def table(optimizer: Any, model: nn.Module) -> list[Held]:
     return held
 
 
-def copies(layout: Layout) -> tuple[tuple[Any, ...], int, int]:
-    """Who holds the same pieces as this rank: the groups of them, this rank's number among them, and how many."""
+Place = tuple[Any, int, int]
+
+
+def holders(held: list[Held]) -> list[Place]:
+    """Who holds each piece: something that is equal for those with the same holders, my number among them, how many.
+
+    Layouts say it, unless a mesh or a group of ranks does not reach over all (FSDP2 on one dimension of a mesh): one
+    exchange then, in which every rank has to take part.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [((), 0, 1)] * len(held)
+    places = [_place(one.layout) for one in held]
+    unknown = [i for i, place in enumerate(places) if place is None]
+    mine = [(s.name, s.start, s.stop, s.region) for s in (held[i].segment for i in unknown)]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    ranks: dict[Any, list[int]] = {}
+    for rank, theirs in enumerate(everyone):
+        for piece in theirs:
+            ranks.setdefault(piece, []).append(rank)
+    for i, piece in zip(unknown, mine, strict=True):
+        places[i] = (tuple(ranks[piece]), ranks[piece].index(dist.get_rank()), len(ranks[piece]))
+    return [place for place in places if place is not None]
+
+
+def _place(layout: Layout) -> Place | None:
+    """What the layout says, where its groups reach over all ranks."""
     groups: tuple[Any, ...] = layout.replicas
-    # None is all ranks
-    if not layout.process_groups and not groups and dist.is_initialized() and not layout.engine.startswith("DTensor"):
-        groups = (layout.copies,)
-    number, count = 0, 1
+    if not layout.process_groups and not groups and not layout.engine.startswith("DTensor"):
+        groups = (layout.copies,)  # None is all ranks
+    number, count, cut = 0, 1, 1
     for group in groups:
         number = number * dist.get_world_size(group) + dist.get_rank(group)
         count *= dist.get_world_size(group)
-    return groups, number, count
+    for group in layout.process_groups:
+        cut *= dist.get_world_size(group)
+    return (groups, number, count) if count * cut == dist.get_world_size() else None
 
 
 def unwrapped(model: Any) -> nn.Module:
