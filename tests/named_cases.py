@@ -314,6 +314,25 @@ def adamw(engine: str) -> dict[str, Any]:
     return out
 
 
+def summoned(case: Case) -> str:
+    """States are asked for while FSDP1 shows whole tensors; a step and states after it go well."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from mars_dist.checkpoint import full_states
+
+    training = build(case, fresh=False)
+    training.step(0)
+    said = ""
+    with FullyShardedDataParallel.summon_full_params(training.model, writeback=False):
+        try:
+            full_states(training.optimizer, training.model)
+        except RuntimeError as error:
+            said = str(error)
+    training.step(1)
+    assert len(full_states(training.optimizer, training.model, rank0_only=False)["tensors"]) == 9
+    return said
+
+
 def equal(a: dict[str, dict[str, Tensor]], b: dict[str, dict[str, Tensor]]) -> bool:
     return {n: {*v} for n, v in a.items()} == {n: {*v} for n, v in b.items()} and all(
         v.dtype == b[name][key].dtype and torch.equal(v, b[name][key])

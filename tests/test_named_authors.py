@@ -205,6 +205,13 @@ def test_states_of_adamw_begin_a_run_of_mars() -> None:
     assert by_name.rule_counts() == {"MARS-AdamW": 5, "AdamW": 4}
 
 
+def test_states_of_mars_do_not_go_into_adamw() -> None:
+    model = nets.build()
+    states = full_states(MARS(model.named_parameters(), **MARS_SETTINGS), model)
+    with pytest.raises(ValueError, match="saved by MARS, and this optimizer is AdamW"):
+        load_full_states(torch.optim.AdamW(model.parameters()), model, states)
+
+
 @pytest.mark.parametrize("one_state", [True, False])
 def test_the_form_of_the_states_travels(one_state: bool) -> None:
     """Without the clip momentum and previous gradient may be one state: what is loaded says which form it has."""

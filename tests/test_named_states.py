@@ -373,3 +373,8 @@ def test_counters_that_differ_have_no_place_in_a_flat_tensor(pools: Any, taken: 
     for engine, refuses in (("zero3", True), ("zero1", True), ("fsdp2", False), ("ddp", False)):
         said = pools[2].run(named_cases.refused, Case(engine, ADAMW), states)
         assert all(("3 of linear.weight" in text) == refuses and bool(text) == refuses for text in said), said
+
+
+def test_states_are_not_taken_while_fsdp1_shows_whole_tensors(pools: Any) -> None:
+    for said in pools[2].run(named_cases.summoned, Case("fsdp1", ADAMW)):
+        assert "outside of summon_full_params" in said

@@ -299,6 +299,12 @@ class _Plan:
                 f"its settings have format {settings.get('format')!r}, and this mars_dist knows {FORMAT}: load it with "
                 "the version that saved it, or a newer one"
             )
+        kind = type(self._optimizer).__name__
+        if self._settings is None and settings.get("optimizer") != kind:
+            raise ValueError(
+                f"it was saved by {settings.get('optimizer')}, and this optimizer is {kind}: states of another "
+                "optimizer go into MARS only, and only those of the Adam family"
+            )
         theirs = settings.get("mars_type")  # of the authors' code
         if self._settings is not None and theirs not in (None, self._settings.mars_type):
             raise ValueError(

@@ -95,6 +95,7 @@ def table(optimizer: Any, model: nn.Module) -> list[Held]:
             remember(found)
         tables, groups, settings = getattr(found, TABLES), _numbered(found), Settings()
     model = unwrapped(model)
+    _refuse_whole_ones(tables, groups)
     names = _names(model)
     of_units = dict((id(p), layout) for p, layout in fsdp1.layouts(model))
     if of_units:
@@ -206,6 +207,16 @@ def _numbered(optimizer: Optimizer) -> list[dict[str, Any]]:
         {**GROUP_DEFAULTS, "use_mars": False, **group, GROUP_ID: number}
         for number, group in enumerate(optimizer.param_groups)
     ]
+
+
+def _refuse_whole_ones(tables: Tables, groups: list[dict[str, Any]]) -> None:
+    for p in (p for group in groups for p in group["params"]):
+        layout = tables.attached(p)
+        if layout is not None and layout.held not in (None, p.numel()):
+            raise RuntimeError(
+                f"{layout.segments[0].name}: FSDP1 shows whole tensors now ({p.numel()} elements, this rank's piece "
+                f"has {layout.held}): take and load states by name outside of summon_full_params."
+            )
 
 
 def _refuse_twins(held: list[Held]) -> None:
