@@ -22,6 +22,8 @@ from tests.reference import ReferenceMARS
 from tests.test_golden import take_step
 
 BEGIN = 3
+SELDOM = ("_bf16", "_gamma0", "_gamma1", "_schedule")  # what they vary is none of the states
+NAMES = [pytest.param(n, marks=pytest.mark.slow) if n.endswith(SELDOM) else n for n in golden_cases.names()]
 
 
 class Named(nn.Module):
@@ -81,7 +83,7 @@ def wrong(case: GoldenCase) -> dict[str, Any]:
     return {**case.kwargs, "lr": case.kwargs["lr"] * 3.0, "lr_1d": case.kwargs["lr_1d"] * 3.0, "eps": 1e-3}
 
 
-@pytest.mark.parametrize("name", golden_cases.names())
+@pytest.mark.parametrize("name", NAMES)
 def test_a_run_of_the_authors_code_goes_on(name: str) -> None:
     """From the middle of each golden trajectory, as their state dict, to its end."""
     case = golden_cases.case(name)
@@ -102,7 +104,7 @@ def test_a_run_of_the_authors_code_goes_on(name: str) -> None:
     assert {rule: count for rule, count in optimizer.rule_counts().items() if count} == case.rules
 
 
-@pytest.mark.parametrize("name", golden_cases.names())
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_given_back_to_the_authors_code_is_what_it_would_have(name: str) -> None:
     case = golden_cases.case(name)
     saved, names = authors_state(case, BEGIN)
