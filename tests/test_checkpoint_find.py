@@ -71,6 +71,8 @@ def flip_in_a_tensor(path: Path) -> None:
     path.write_bytes(content)
 
 
+THEIRS = [kind for kind in KINDS if kind != "mars-dist-train"]  # without a manifest ours are half written
+
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "truncated": truncate,
     "one byte less": cut_off_one_byte,
@@ -89,7 +91,7 @@ def taken(folder: Path) -> tuple[Path | None, str]:
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["as it is", "sealed"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", THEIRS)
 def test_whole_checkpoints_are_valid(kind: str, sealed: bool, tmp_path: Path) -> None:
     folder, new, old = copy_of(kind, tmp_path, sealed)
     report = find.verify(folder)
@@ -145,12 +147,11 @@ UNSPOKEN = {
     "training_args.bin",
     "scheduler.bin",
     "optimizer_state.pt",
-    "rng-0.pt",
 }
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["two", "every"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", THEIRS)
 def test_damage_is_found_in_the_structure_alone(kind: str, every: bool, tmp_path: Path) -> None:
     folder, new, old = copy_of(kind, tmp_path, sealed=False)
     damages = DAMAGES | {"flipped": flip_in_a_tensor}
@@ -191,7 +192,7 @@ def _is_zip(file: Path) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_newer_folder_that_is_empty_or_foreign_is_passed_over(kind: str, tmp_path: Path) -> None:
-    folder, new, _ = copy_of(kind, tmp_path, sealed=False)
+    folder, new, _ = copy_of(kind, tmp_path, sealed=kind not in THEIRS)
     name = new.name.replace(str(kinds.step_of(new)), "90000000")
     (folder / name).mkdir()
     chosen, said = taken(folder)
@@ -410,7 +411,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_verify_of_a_run_looks_into_its_checkpoints(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    folder, new, old = copy_of("mars-dist-train", run, sealed=False)
+    folder, new, old = copy_of("mars-dist-train", run, sealed=True)
     folder.rename(run / "checkpoints")
     assert [one.folder.name for one in find.verify(run).several] == [new.name, old.name]
     assert taken(run)[0] == run / "checkpoints" / new.name
+    (run / "checkpoints" / new.name / manifest.NAME).unlink()  # which is written last
+    chosen, said = taken(run)
+    assert chosen == run / "checkpoints" / old.name and "half written" in said

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from mars_dist.checkpoint import manifest, trust
+from mars_dist.checkpoint import manifest, tensors, trust
 from mars_dist.checkpoint.allowed import Global
 from mars_dist.checkpoint.pickles import Made
 
@@ -33,7 +33,7 @@ def kind_of(folder: Path) -> str | None:
     sealed = manifest.NAME in has
     if "trainer_state.json" in has or {"training_args.bin", "optimizer.pt"} & has:
         return TRAINER
-    if "run.json" in has or (sealed and re.fullmatch(r"step-\d{8,}", folder.name)):
+    if any(tensors.PART.fullmatch(name) for name in has) or (sealed and re.fullmatch(r"step-\d{8,}", folder.name)):
         return MARS
     if any(re.fullmatch(r"random_states_\d+\.pkl", name) for name in has) or "optimizer.bin" in has:
         return ACCELERATE
@@ -108,20 +108,8 @@ def faults(kind: str, folder: Path) -> list[str]:
 
 
 def _mars(folder: Path) -> list[str]:
-    if (folder / "run.json").is_file():
-        facts = _json(folder / "run.json")
-        found = [] if isinstance(facts, dict) and "step" in facts else [f"{folder / 'run.json'} names no step"]
-        ranks = facts.get("world_size") if isinstance(facts, dict) else None
-    elif (folder / manifest.NAME).is_file():
-        return []
-    else:
-        return [f"{folder} has neither run.json nor {manifest.NAME}: it is half written"]
-    inner = folder / "deepspeed"
-    if inner.is_dir():
-        found += _deepspeed(inner)
-    elif not (folder / "state.pt").is_file() and not any(folder.glob("*.safetensors")):
-        found.append(f"{folder} has no state: neither state.pt nor a folder deepspeed nor safetensors")
-    return found + (_in_a_row(folder, "rng-{}.pt", ranks) if isinstance(ranks, int) else [])
+    """Its manifest is written last, so that there is none without it."""
+    return [] if (folder / manifest.NAME).is_file() else [f"{folder} has no {manifest.NAME}: it is half written"]
 
 
 def _trainer(folder: Path) -> list[str]:
