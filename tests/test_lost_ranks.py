@@ -210,6 +210,7 @@ def assert_went_on(out: Path, starts: int) -> None:
 HAS_ENDED = r"RankLost: rank {} \(process \d+ on \S+\) has ended: .* goes on from its last checkpoint"
 
 
+@pytest.mark.slow
 def test_torchrun_starts_again_and_the_run_goes_on(pool: RankPool, tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--master-port", free_port()]
     code, said = start(tmp_path, launcher, [(1, 7, None)])

@@ -181,6 +181,7 @@ SAVED = [
 ]
 
 
+@pytest.mark.slow  # test_save_and_continue_libraries.py has every stage in the default tier
 @pytest.mark.parametrize("case", SAVED, ids=str)
 def test_a_saved_run_continues_bit_equal(pool: RankPool, case: ZeroCase, tmp_path: Path) -> None:
     """In an engine whose MARS was built with other arguments, but for the variant: another one is refused."""
