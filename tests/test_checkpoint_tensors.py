@@ -294,7 +294,8 @@ def entry(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (lambda table: [table], "table of chunks"),
         (lambda table: "[" * 100_000, "table of chunks"),
         (lambda table: "no JSON", "table of chunks"),
-        (lambda table: {**table, "format": 2}, "update mars_dist"),
+        (lambda table: {**table, "format": 2}, "format 2, and .* update mars_dist"),
+        (lambda table: {"format": 2, "pieces": []}, "format 2, and .* update mars_dist"),
     ],
 )
 def test_a_forged_table_is_refused(
