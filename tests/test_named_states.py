@@ -273,7 +273,8 @@ def test_files_of_all_ranks_hold_each_element_once(pools: Any, taken: Any, tmp_p
         assert reader.names() == sorted(whole)
         sizes = [one["bytes"] for one in saved]
         assert sum(sizes) == sum(value.numel() * value.element_size() for value in whole.values()), "something twice"
-        assert max(sizes) <= 1.1 * sum(sizes) / len(sizes), (a, sizes)
+        if a != "fsdp2":  # which cuts by rows, and these tensors have few: see test_checkpoint_tensors.py
+            assert max(sizes) <= 1.1 * sum(sizes) / len(sizes), (a, sizes)
         (result,) = pools[2].run(named_cases.many, [("load_files", Case(b, ADAMW), str(folder))])[0]
         assert_active(Case(b, ADAMW), result)
         assert furthest(result["end"], single["end"]) <= 2e-6
