@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import nets, save_accelerate_cases, save_failing_cases, save_zero_cases, zero_more_cases
 from tests.accelerate_cases import Case
@@ -64,6 +65,23 @@ def test_accelerate(pool: RankPool, case: Case, tmp_path: Path) -> None:
         kind, model, engine = FACTS[case.engine]
         assert (result["type"], result["model"], result["engines"]) == (kind, model, {engine})
         assert any(name.endswith(".distcp") for name in result["files"]) == (case.plugin == SHARDED)
+
+
+BF16 = [Case("fsdp1-original", plugin=SHARDED), Case("fsdp2", plugin=SHARDED)]
+BF16 += [slow(case) for case in (Case("ddp"), Case("fsdp1-original", plugin=FULL), Case("fsdp2", plugin=FULL))]
+
+
+@pytest.mark.parametrize("case", BF16, ids=str)
+def test_accelerate_keeps_the_precision_of_states(pool: RankPool, case: Case, tmp_path: Path) -> None:
+    """Of a bfloat16 model: float32 moments, and h in the gradients' bfloat16."""
+    for result in pool.run(save_accelerate_cases.save_and_continue, case, str(tmp_path), "layers", True):
+        assert result["saving changed"] == [] and result["loaded"] == [] and result["continued"] == []
+        assert result["was other"] and result["steps"] == [SAVED]
+        moments = dict.fromkeys(("exp_avg", "exp_avg_sq", "step"), torch.float32)
+        assert result["dtypes"] == set((moments | dict.fromkeys(("param", "prev_grad"), torch.bfloat16)).items())
+        kind, model, engine = FACTS[case.engine]
+        assert (result["type"], result["model"], result["engines"]) == (kind, model, {engine})
+        assert result["rule_counts"] == {"MARS-AdamW": 5, "AdamW": 4}
 
 
 FSDP1 = Case("fsdp1-original", plugin=SHARDED)
