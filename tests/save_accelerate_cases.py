@@ -23,7 +23,7 @@ CLIP = {"clip": 0.1, "weight_decay": 0.05}
 
 
 class Training:
-    def __init__(self, case: Case, first: bool, net: str = "layers") -> None:
+    def __init__(self, case: Case, first: bool, net: str = "layers", bf16: bool = False) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         self.case = Case(**{**vars(case), "params": {**CLIP, **case.params, **({} if first else WRONG)}})
         module = engine_nets.build(net)
@@ -31,6 +31,8 @@ class Training:
             with torch.no_grad():
                 for p in module.parameters():
                     p.mul_(-0.5).add_(0.1)
+        if bf16:
+            module.to(torch.bfloat16)
         self.net = module
         self.accelerator = accelerate_cases.accelerator_of(self.case)
         self.model, self.optimizer = accelerate_cases.prepare(self.accelerator, module, self.case)
@@ -95,11 +97,11 @@ def copies_of_what_is_gathered() -> Iterator[None]:
         yield
 
 
-def save_and_continue(case: Case, folder: str, net: str = "layers") -> dict[str, Any]:
+def save_and_continue(case: Case, folder: str, net: str = "layers", bf16: bool = False) -> dict[str, Any]:
     """Train, save, go on; then the rest again by another model and optimizer that load."""
     try:
         with copies_of_what_is_gathered() if case.engine.startswith("fsdp1") else contextlib.nullcontext():
-            first = Training(case, True, net)
+            first = Training(case, True, net, bf16)
             first.train(0, SAVED)
             saved = first.pieces()
             first.accelerator.save_state(folder)
@@ -108,7 +110,7 @@ def save_and_continue(case: Case, folder: str, net: str = "layers") -> dict[str,
             first.train(SAVED, END)
             wanted = first.pieces()
             first.close()
-            second = Training(case, False, net)
+            second = Training(case, False, net, bf16)
             before = second.pieces()
             other = different_values({k: saved[k] for k in before.keys() & saved.keys()}, before)
             second.accelerator.load_state(folder)
@@ -122,6 +124,7 @@ def save_and_continue(case: Case, folder: str, net: str = "layers") -> dict[str,
                 "was other": other,
                 "went on": different_values(saved, second.pieces()),
                 "steps": sorted({float(t) for key, t in saved.items() if key.endswith("/step")}),
+                "dtypes": {(key.split("/")[1], t.dtype) for key, t in loaded.items()},
                 "rule_counts": second.mars.rule_counts(),
                 "engines": second.mars.engines(),
                 "gamma": second.mars.param_groups[0]["gamma"],

@@ -77,6 +77,7 @@ class Training:
         self.mars.attach(self.built.wrapped)
         self.done = 0
         self.loop: Iterator[Any] | None = None
+        self.under_way: Any = None  # a save in the background
 
     def train(self, last: int, position: Any = None) -> None:
         """Up to step ``last``; ``position``: of ExactMode, where it was saved."""
@@ -204,6 +205,17 @@ def save_sharded(run: Training, folder: Path) -> None:
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / "dcp")
 
 
+def save_sharded_later(run: Training, folder: Path) -> None:
+    """In the background, while the training goes on: what counts is what was there at the call."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = get_state_dict(run.built.wrapped, run.mars)
+    group = dist.new_group(backend="gloo") if dist.is_initialized() else None  # the training uses the other one
+    saved = {"model": model, "optimizer": optimizer}
+    run.under_way = dcp.async_save(saved, checkpoint_id=folder / "dcp", process_group=group)
+
+
 def load_sharded(run: Training, folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -294,6 +306,7 @@ WAYS: dict[str, tuple[Callable[[Training, Path], None], Callable[[Training, Path
     "plain": (save_plain, load_plain),
     "plain0": (save_plain, load_plain_of_the_first),
     "sharded": (save_sharded, load_sharded),
+    "sharded-later": (save_sharded_later, load_sharded),
     "full": (save_full, load_full),
     "fsdp-full": (save_fsdp1("full"), load_fsdp1("full")),
     "fsdp-sharded": (save_fsdp1("sharded"), load_fsdp1("sharded")),
@@ -326,6 +339,9 @@ def save_and_continue(case: SaveCase, folder: str) -> dict[str, Any]:
     wait()
     kept, saved = first.pieces(), as_saved(held)
     first.train(END)
+    if first.under_way is not None:
+        first.under_way.result(60)
+        wait()
     second = Training(case, first=False)
     before = second.pieces()
     load(second, Path(folder))

@@ -27,12 +27,14 @@ from mars_dist.checkpoint import (
     complete,
     folder,
     latest,
+    latest_valid,
     manifest,
     part,
     save,
     step_of,
     tensors,
     tidy,
+    verify,
 )
 
 
@@ -153,6 +155,29 @@ def test_what_is_not_complete_is_never_the_latest(tmp_path: Path, damage: Callab
     damage(second)
     assert latest(tmp_path) == first
     assert saved(tmp_path, 3, 3.0) == latest(tmp_path)
+
+
+@pytest.mark.parametrize("files", [{"files": [["a", 1]]}, {"inventory": "a.json"}, {}], ids=str)
+def test_a_newer_format_is_named_whatever_is_in_it(tmp_path: Path, files: dict[str, Any]) -> None:
+    first, second = saved(tmp_path, 1, 1.0), saved(tmp_path, 2, 2.0)
+    (second / manifest.NAME).write_text(json.dumps({"format": 2, **files}))
+    expected = r"mars_dist_manifest.json has format 2, and this version of mars_dist reads 1: update mars_dist"
+    with pytest.raises(ValueError, match=expected):
+        manifest.read(second)
+    said: list[str] = []
+    assert latest(tmp_path) == latest_valid(tmp_path, say=said.append) == first
+    assert len(said) == 1 and str(second) in said[0] and "has format 2" in said[0]
+    assert not verify(second).valid and "has format 2" in str(verify(second))
+
+
+def test_every_public_name_is_there() -> None:
+    from mars_dist import checkpoint
+
+    assert set(checkpoint.__all__) == set(checkpoint._LATER) and len(checkpoint.__all__) == len(checkpoint._LATER)
+    assert all(getattr(checkpoint, name).__module__.startswith("mars_dist.checkpoint.") for name in checkpoint.__all__)
+    assert all(getattr(checkpoint, name).__doc__ for name in checkpoint.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        checkpoint.nothing  # noqa: B018
 
 
 def test_nothing_is_complete_where_nothing_is(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import tempfile
@@ -294,7 +295,8 @@ def entry(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (lambda table: [table], "table of chunks"),
         (lambda table: "[" * 100_000, "table of chunks"),
         (lambda table: "no JSON", "table of chunks"),
-        (lambda table: {**table, "format": 2}, "update mars_dist"),
+        (lambda table: {**table, "format": 2}, "format 2, and .* update mars_dist"),
+        (lambda table: {"format": 2, "pieces": []}, "format 2, and .* update mars_dist"),
     ],
 )
 def test_a_forged_table_is_refused(
@@ -349,6 +351,11 @@ def test_no_rank_writes_much_more_than_the_mean(tmp_path: Path, world_size: int)
     for size in ("small", "large", "xl"):
         bytes_of = [sum(one.nbytes for one in my_share(chunks(size), r, world_size)) for r in range(world_size)]
         assert max(bytes_of) <= 1.0001 * sum(bytes_of) / world_size
+        of_fsdp2 = [0] * world_size  # which cuts by rows, and a rank writes what it holds
+        for shape in gpt2_shapes(size):
+            for rank, rows in enumerate(torch.empty(shape[0], device="meta").chunk(world_size)):
+                of_fsdp2[rank] += len(rows) * math.prod(shape[1:])
+        assert max(of_fsdp2) <= 1.1 * sum(of_fsdp2) / world_size, (size, max(of_fsdp2) * world_size / sum(of_fsdp2))
     files = [tmp_path / file_name(rank, world_size) for rank in range(world_size)]
     sizes = [write(path, my_share(chunks("tiny", "cpu"), rank, world_size)).size for rank, path in enumerate(files)]
     assert max(sizes) <= 1.1 * sum(sizes) / world_size, "headers included"

@@ -322,6 +322,29 @@ def test_texts_and_tensors_are_no_pickles(tmp_path: Path) -> None:
     trust.check(tmp_path)
 
 
+@pytest.mark.parametrize("length", [640, 896, 1152, 1408, 65536 + 896])
+def test_safetensors_that_begin_like_a_pickle(length: int, tmp_path: Path, marker: Path) -> None:
+    """The first bytes are the length of the header: 0x80 and the number of a pickle's protocol."""
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path / "model.safetensors"
+    for size in range(length):
+        save_file({"x": torch.arange(3.0)}, path, {"of": "x" * max(0, length - 128 + size)})
+        if int.from_bytes(path.read_bytes()[:8], "little") == length:
+            break
+    content = path.read_bytes()
+    assert content[0] == 0x80 and 2 <= content[1] <= 5 and load_file(path)["x"].sum() == 3.0
+    trust.check(tmp_path)
+    assert trust.findings(tmp_path) == []
+    for planted in (pickle.dumps(Payload(marker)), content[:2] + cases.run_by_opcodes(marker) + content[8:]):
+        path.write_bytes(planted)
+        with pytest.raises(UntrustedCheckpoint, match=r"model\.safetensors .*posix\.system"):
+            trust.check(tmp_path)
+    path.write_bytes(content[:300])
+    with pytest.raises(UntrustedCheckpoint, match="no whole pickle"):
+        trust.check(tmp_path)
+
+
 # ------------------------------------------------------------------------------------------------ links, the table
 
 

@@ -262,7 +262,7 @@ def test_meshes_and_flat_parameters(params: dict[str, Any], pools: Any, taken: A
 def test_files_of_all_ranks_hold_each_element_once(pools: Any, taken: Any, tmp_path: Path) -> None:
     from mars_dist.checkpoint import Reader
 
-    engines = {"ddp": "zero3", "zero3": "fsdp2"}
+    engines = {"ddp": "zero3", "zero3": "fsdp2", "zero1": "ddp", "fsdp2": "zero1"}
     single = taken(1, plain(ADAMW))[0]
     for a, b in engines.items():
         (folder := tmp_path / a).mkdir()
@@ -273,8 +273,8 @@ def test_files_of_all_ranks_hold_each_element_once(pools: Any, taken: Any, tmp_p
         assert reader.names() == sorted(whole)
         sizes = [one["bytes"] for one in saved]
         assert sum(sizes) == sum(value.numel() * value.element_size() for value in whole.values()), "something twice"
-        if a == "ddp":
-            assert max(sizes) <= 1.1 * sum(sizes) / len(sizes)
+        if a != "fsdp2":  # which cuts by rows, and these tensors have few: see test_checkpoint_tensors.py
+            assert max(sizes) <= 1.1 * sum(sizes) / len(sizes), (a, sizes)
         (result,) = pools[2].run(named_cases.many, [("load_files", Case(b, ADAMW), str(folder))])[0]
         assert_active(Case(b, ADAMW), result)
         assert furthest(result["end"], single["end"]) <= 2e-6

@@ -31,6 +31,7 @@ def slow(case: SaveCase) -> Any:
 ON_TWO = [
     *(SaveCase(engine, way) for engine in ("ddp", "fsdp2") for way in ("plain", "full", "sharded")),
     *(SaveCase("tensor_parallel", way, net="layers") for way in ("plain", "full", "sharded")),
+    SaveCase("fsdp2", "sharded-later"),
     *(SaveCase("fsdp1", way, options) for options in ({}, FLAT) for way in ("plain", "full", "fsdp-full")),
     *(SaveCase("fsdp1", way, options, net="layers") for options in ({}, FLAT) for way in ("sharded", "fsdp-sharded")),
 ]
@@ -148,6 +149,10 @@ def moves() -> list[Any]:
         more += [SaveCase("ddp", way, params=p) for way in ("plain0", "sharded") for p in (M, EXACT)]
         more += [SaveCase("fsdp1", "full", o, params=p) for o in ({}, FLAT) for p in (M, EXACT)]
         more += [SaveCase("fsdp1", "sharded", o, net="layers") for o in ({}, FLAT)]
+        if after > 1:
+            more += [
+                SaveCase("tensor_parallel", way, net="layers", params=p) for way in ("sharded", "full") for p in ({}, M)
+            ]
         out += [pytest.param(before, after, case, marks=pytest.mark.slow) for case in more]
     return out
 

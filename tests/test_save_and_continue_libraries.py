@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests import nets, save_accelerate_cases, save_zero_cases, zero_more_cases
+from tests import nets, save_accelerate_cases, save_failing_cases, save_zero_cases, zero_more_cases
 from tests.accelerate_cases import Case
 from tests.ranks import RankPool
 from tests.save_cases import SAVED
@@ -64,6 +65,23 @@ def test_accelerate(pool: RankPool, case: Case, tmp_path: Path) -> None:
         kind, model, engine = FACTS[case.engine]
         assert (result["type"], result["model"], result["engines"]) == (kind, model, {engine})
         assert any(name.endswith(".distcp") for name in result["files"]) == (case.plugin == SHARDED)
+
+
+BF16 = [Case("fsdp1-original", plugin=SHARDED), Case("fsdp2", plugin=SHARDED)]
+BF16 += [slow(case) for case in (Case("ddp"), Case("fsdp1-original", plugin=FULL), Case("fsdp2", plugin=FULL))]
+
+
+@pytest.mark.parametrize("case", BF16, ids=str)
+def test_accelerate_keeps_the_precision_of_states(pool: RankPool, case: Case, tmp_path: Path) -> None:
+    """Of a bfloat16 model: float32 moments, and h in the gradients' bfloat16."""
+    for result in pool.run(save_accelerate_cases.save_and_continue, case, str(tmp_path), "layers", True):
+        assert result["saving changed"] == [] and result["loaded"] == [] and result["continued"] == []
+        assert result["was other"] and result["steps"] == [SAVED]
+        moments = dict.fromkeys(("exp_avg", "exp_avg_sq", "step"), torch.float32)
+        assert result["dtypes"] == set((moments | dict.fromkeys(("param", "prev_grad"), torch.bfloat16)).items())
+        kind, model, engine = FACTS[case.engine]
+        assert (result["type"], result["model"], result["engines"]) == (kind, model, {engine})
+        assert result["rule_counts"] == {"MARS-AdamW": 5, "AdamW": 4}
 
 
 FSDP1 = Case("fsdp1-original", plugin=SHARDED)
@@ -164,3 +182,61 @@ def test_a_missing_shard_of_deepspeed_is_the_same_error_on_all_ranks(
     )
     assert results[0] == results[1] and results[0]["untouched"] and results[0]["wrapper"] == WRAPPERS[stage]
     assert results[0]["said"].startswith("CheckpointError: loading") and "of rank 1, only of 0" in results[0]["said"]
+
+
+# ---------------------------------------------------------------------------------------- a rank that cannot save
+
+
+def slow_pair(pair: tuple[int, int]) -> Any:
+    return pytest.param(*pair, marks=pytest.mark.slow)
+
+
+FULL_DISK = "failed on 1 of 2 ranks: rank {}: OSError: [Errno 28] No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("stage", "rank"), [(0, 0), (2, 0), (2, 1), (3, 1), pytest.param(1, 1, marks=pytest.mark.slow)]
+)
+def test_deepspeed_says_on_all_ranks_that_one_cannot_save(
+    pool: RankPool, stage: int, rank: int, tmp_path: Path
+) -> None:
+    """DeepSpeed alone leaves the others waiting. ``latest`` names the checkpoint before, and training goes on."""
+    results = pool.run(save_failing_cases.with_deepspeed, ZeroCase(stage, params=BASE), str(tmp_path), rank, timeout=60)
+    assert results[rank]["tried"] and not results[1 - rank]["tried"]
+    for result in results:
+        assert result["said"] == results[0]["said"]
+        expected = f"CheckpointError: saving {tmp_path / 'global_step2'} {FULL_DISK.format(rank)}"
+        assert result["said"].startswith(expected), result["said"]
+        assert (result["pointed"], result["newest"]) == ("global_step1", "global_step1")
+        assert result["then"] == "global_step3" and result["faults"] == []
+        assert result["wrapper"] == WRAPPERS[stage]
+        assert result["rule_counts"] == {"MARS-AdamW": nets.MATRICES, "AdamW": nets.VECTORS}
+
+
+@pytest.mark.parametrize(
+    ("case", "rank"),
+    [(Case("ddp"), 0), (Case("ddp"), 1), (Case("fsdp2", plugin=FULL), 0), (Case("fsdp2", plugin=SHARDED), 1)]
+    + [(Case("zero2"), 1)],
+    ids=str,
+)
+def test_accelerate_says_on_all_ranks_that_one_cannot_save(
+    pool: RankPool, case: Case, rank: int, tmp_path: Path
+) -> None:
+    results = pool.run(save_failing_cases.with_accelerate, case, str(tmp_path), rank, timeout=60)
+    assert results[rank]["tried"] and not results[1 - rank]["tried"]
+    for result in results:
+        assert result["said"] == results[0]["said"]
+        assert result["said"].startswith("CheckpointError: ") and FULL_DISK.format(rank) in result["said"]
+        assert result["newest"] == "checkpoint_1" and result["faults"] == []
+        assert result["model"] == FACTS[case.engine][1]
+        assert result["rule_counts"] == {"MARS-AdamW": 5, "AdamW": 4}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_trainer_says_on_all_ranks_that_one_cannot_save(pool: RankPool, rank: int, tmp_path: Path) -> None:
+    results = pool.run(save_failing_cases.with_trainer, str(tmp_path), rank, timeout=60)
+    for result in results:
+        assert result["said"] == results[0]["said"]
+        expected = f"CheckpointError: saving step 2 of the Trainer {FULL_DISK.format(rank)}"
+        assert result["said"].startswith(expected), result["said"]
+        assert (result["newest"], result["model"]) == ("checkpoint-1", "DistributedDataParallel")

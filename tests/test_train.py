@@ -141,6 +141,9 @@ def test_deepspeed_goes_on_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
     for stage, where in ((2, slice(0, 3)), (3, slice(3, 6))):
         folder = tmp_path / f"{stage}"
         assert_went_on([result[where] for result in results], folder)
+        parts = end(folder / "whole").glob("mars-*.safetensors")
+        sizes = [file.stat().st_size for file in parts]
+        assert len(sizes) == 2 and max(sizes) <= 1.1 * sum(sizes) / 2, (stage, sizes)
         first, *_, last = records(folder / "whole")
         assert first["run"]["engine"] == f"DeepSpeed ZeRO-{stage}"
         assert first["run"]["parameters"] == 403448

@@ -268,6 +268,13 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(pool: RankPool, tmp_pa
     assert "mars_type='mars-adamw'" in errors(pool, 2, replace(case, params=LION), tmp_path)
     text = errors(pool, 2, replace(case, net="statistics"), tmp_path)
     assert "trained only there: linear.bias, narrow.weight" in text
+    # a newer format, whatever is in it
+    sealed = tmp_path / "universal" / manifest.NAME
+    kept = sealed.read_text()
+    sealed.write_text(json.dumps({"format": 2, "kind": "deepspeed-universal"}))
+    text = errors(pool, 2, case, tmp_path)
+    assert f"{sealed} has format 2" in text and "update mars_dist" in text
+    sealed.write_text(kept)
     # a file that was changed, cut, or is gone
     victim = tmp_path / "universal/zero/head.weight/mars_dist/prev_grad.pt"
     content = victim.read_bytes()

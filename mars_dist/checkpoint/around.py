@@ -7,16 +7,19 @@ that it has, and nothing is sealed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from mars_dist.checkpoint import find, kinds, trust
-from mars_dist.checkpoint.together import together
+from mars_dist.checkpoint import find, kinds, manifest, trust
+from mars_dist.checkpoint.together import CheckpointError, together
 
 SEAL = "MARS_DIST_SEAL"
 _inside = 0
@@ -56,6 +59,81 @@ def check_before_loading(where: Callable[[], Path | None], shared: bool = True) 
             if shared:  # by name, not by number: two ranks may not see the same list
                 names = [path for path in names if zlib.crc32(os.fsencode(path.relative_to(folder))) % ranks == rank]
             trust.check(folder, files=names)
+
+
+@contextlib.contextmanager
+def saving_together(doing: str, *also: tuple[Any, str]) -> Iterator[None]:
+    """Around a library's saving: what cannot be written on one rank is raised on every rank, at the end.
+
+    The libraries write and wait for each other by turns: a rank that raises at a write leaves the others waiting. Here
+    the error of ``torch.save`` into a file is kept until the library is through.
+
+    Args:
+        also: objects and names of their methods that write, and whose errors are kept as well.
+
+    Raises:
+        CheckpointError: on every rank (without a process group the error itself).
+    """
+    kept: list[Exception] = []
+    mine = threading.get_ident()
+
+    def keeping(function: Callable[..., Any], only_files: bool) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            into = args[1] if len(args) > 1 else kwargs.get("f")
+            if threading.get_ident() != mine or (only_files and not isinstance(into, str | os.PathLike)):
+                return function(*args, **kwargs)  # torch's DCP writes into streams, and exchanges errors by itself
+            try:
+                return function(*args, **kwargs)
+            except CheckpointError:
+                raise  # every rank has it
+            except Exception as error:
+                kept.append(error)
+
+        return save
+
+    everyones: CheckpointError | None = None
+    with together(doing), contextlib.ExitStack() as replaced:
+        for where, name in ((torch, "save"), *also):
+            replaced.enter_context(_replaced(where, name, keeping(getattr(where, name), where is torch)))
+        try:
+            yield
+        except CheckpointError as error:
+            everyones = error
+        if kept:
+            raise kept[0]
+    if everyones is not None:
+        raise everyones
+
+
+@contextlib.contextmanager
+def _replaced(where: Any, name: str, by: Any) -> Iterator[None]:
+    own = vars(where).get(name)
+    setattr(where, name, by)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(where, name)
+        else:
+            setattr(where, name, own)
+
+
+def point_to(folder: Path, pointer: str, name: str, writes: bool) -> None:
+    """Let the file ``pointer`` in ``folder`` name a checkpoint that is complete: on disk, and whole or not at all.
+
+    Args:
+        writes: whether this rank is the one that does it.
+    """
+    with together(f"pointing {folder / pointer} to {name}"):
+        if writes:
+            temporary = folder / f".{pointer}.tmp"
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(name)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, folder / pointer)
+            manifest.to_disk(folder)
 
 
 def checked_tag(folder: Path, tag: Any, doing: str) -> Path:

@@ -193,6 +193,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint, by its name."""
     return int(checkpoint.name.split("-")[1])
 
 

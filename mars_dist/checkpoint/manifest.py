@@ -70,7 +70,8 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["format"]
-        files = {str(name): Record(int(of["size"]), str(of["sha256"])) for name, of in content["files"].items()}
+        known = content["files"] if version == FORMAT else {}  # another format may list them in another way
+        files = {str(name): Record(int(of["size"]), str(of["sha256"])) for name, of in known.items()}
     except FileNotFoundError:
         raise FileNotFoundError(f"{folder} has no {NAME}: it is half written, or was never sealed") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -211,6 +211,10 @@ def _fault(shape: tuple[int, ...], start: int, numel: int, region: Region | None
 # ---- reading
 
 
+class _OtherFormat(ValueError):
+    pass
+
+
 class Reader:
     """All files of a folder as whole tensors by name; nothing but headers is read before it is asked for.
 
@@ -339,13 +343,18 @@ class Reader:
             raise ValueError(f"{path} was not written by mars_dist: its header has no {TABLE!r}")
         try:
             table = json.loads(metadata.pop(TABLE))
-            version, chunks = table["format"], table["chunks"]
+            version = table["format"]
+            if version != FORMAT:  # which may have another table
+                raise _OtherFormat(
+                    f"{path} has format {version!r}, and this mars_dist reads {FORMAT}: update mars_dist"
+                )
+            chunks = table["chunks"]
             parts = {key: _part(chunks[key], file.get_slice(key).get_shape()) for key in keys & chunks.keys()}
             other = sorted(keys ^ chunks.keys())
+        except _OtherFormat:
+            raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: its table of chunks ({type(error).__name__}: {error})") from error
-        if version != FORMAT:
-            raise ValueError(f"{path} has format {version!r}, and this mars_dist reads {FORMAT}: update mars_dist")
         if other:
             raise ValueError(f"{path} is damaged: {other[0]!r} is only in one of its header and its table of chunks")
         self._files[name], self.metadata[name] = file, metadata

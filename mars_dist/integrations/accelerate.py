@@ -132,7 +132,7 @@ def _save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kw
         return original(accelerator, *args, **kwargs)
     from mars_dist.checkpoint import around
 
-    with around.sealed_as_a_whole():
+    with around.sealed_as_a_whole(), around.saving_together("Accelerator.save_state"):
         saved = original(accelerator, *args, **kwargs)
     if not accelerator.project_configuration.save_on_each_node:
         around.seal_after_saving(Path(saved), "Accelerate")

@@ -26,6 +26,7 @@ FUNCTION = "load_fsdp_optimizer"
 MODULES = ("accelerate.accelerator", "transformers.trainer")
 ORIGINAL = "_mars_dist_original_load_fsdp_optimizer"
 OPTIMIZER = "optimizer"  # Accelerate's name of its files
+STATES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "prev_grad", "next_prev_grad"}
 
 
 def register() -> None:
@@ -132,6 +133,9 @@ def create_states(mars: Any) -> None:
 def check_that_all_arrived(mars: Any, model: Any, folder: Path) -> None:
     """Compare the states of a sharded checkpoint with those that MARS has now, over all ranks.
 
+    FSDP1 with original parameters saves the same states for all tensors of a unit. One that a tensor's rule does not
+    use, and that others have here, was such a filler and is not missed.
+
     Raises:
         RuntimeError: naming the parameters and states that are missing.
     """
@@ -144,12 +148,16 @@ def check_that_all_arrived(mars: Any, model: Any, folder: Path) -> None:
         if key.startswith(begin):
             name, _, state = key.removeprefix(begin).rpartition(".")
             saved[name].add(state)
+    used = _used(mars)
     mine: dict[str, list[str]] = {}
+    fillers: dict[str, set[str]] = {}  # what may be missing
     for name, p in model.named_parameters():
         keys = [key for key, value in mars.state.get(p, {}).items() if key != "step" or value > 0]
         layout = mars._tables.attached(p)
         names = [name] if layout is None else [segment.name for segment in layout.segments]
         mine |= {_clean(name): keys for name in names}
+        if layout is not None and layout.unit is not None and p in used:
+            fillers |= {_clean(name): STATES - used[p] for name in names}
     everyone: list[Any] = [mine]
     if dist.is_initialized():
         everyone = [None] * dist.get_world_size()
@@ -158,13 +166,30 @@ def check_that_all_arrived(mars: Any, model: Any, folder: Path) -> None:
     for one in everyone:
         for name, keys in one.items():
             held[name] |= set(keys)
-    missing = [f"{name} ({', '.join(sorted(lost))})" for name, keys in saved.items() if (lost := keys - held[name])]
+    anywhere = {key for keys in held.values() for key in keys}
+    missing = []
+    for name, states in saved.items():
+        if lost := states - held[name] - (fillers.get(name, set()) & anywhere):
+            missing.append(f"{name} ({', '.join(sorted(lost))})")
     if missing:
         raise RuntimeError(
             f"MARS: {len(missing)} of {len(saved)} parameters did not get the states that {folder} has for them: "
             f"{'; '.join(missing[:3])}. Construct MARS as it was when they were saved (mars_type, amsgrad, clip, "
             "one_state, is_approx), for the same model."
         )
+
+
+def _used(mars: Any) -> dict[Any, set[str]]:
+    """By tensor the states that its rule uses, where that is known."""
+    from mars_dist.states import needed
+
+    out = {}
+    for group in mars.param_groups:
+        for p in group["params"]:
+            rules = mars._tables.rules(group, p, mars.settings)
+            if rules is not None:
+                out[p] = set(needed(rules, group["amsgrad"], bool(group["one_state"])))
+    return out
 
 
 def _clean(name: str) -> str:

@@ -2,7 +2,8 @@
 
 Around ``Trainer.train`` (public): what it resumes from is checked first (``checkpoint/trust.py``), and
 ``resume_from_checkpoint=True`` takes the newest checkpoint that is valid, where transformers would take the newest
-folder, be it empty. A callback seals each checkpoint. ``MARS_DIST_SEAL=0`` turns the sealing off.
+folder, be it empty. A callback seals each checkpoint. ``MARS_DIST_SEAL=0`` turns the sealing off. Around
+``Trainer._save_checkpoint``: what cannot be written on one rank is raised on all of them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from typing import Any
 from mars_dist.integrations.accelerate import mars_inside
 from mars_dist.integrations.deepspeed import NAMES
 from mars_dist.integrations.import_hook import forget, when_imported
+from mars_dist.versions import missing_hook
 
 logger = logging.getLogger("mars_dist")
 
 MODULE = "transformers.trainer"
 ORIGINAL = "_mars_dist_original_train"
+SAVE, ORIGINAL_SAVE = "_save_checkpoint", "_mars_dist_original_save_checkpoint"
 
 
 def register() -> None:
@@ -34,9 +37,10 @@ def unregister() -> None:
     """Undo ``register()``."""
     forget(MODULE)
     trainer: Any = getattr(sys.modules.get(MODULE), "Trainer", None)
-    if hasattr(trainer, ORIGINAL):
-        trainer.train = getattr(trainer, ORIGINAL)
-        delattr(trainer, ORIGINAL)
+    for name, original in (("train", ORIGINAL), (SAVE, ORIGINAL_SAVE)):
+        if hasattr(trainer, original):
+            setattr(trainer, name, getattr(trainer, original))
+            delattr(trainer, original)
 
 
 def _watch(module: ModuleType) -> None:
@@ -53,6 +57,27 @@ def _watch(module: ModuleType) -> None:
         return original(self, resume_from_checkpoint, *args, **kwargs)
 
     trainer.train = train
+    _watch_saving(trainer)
+
+
+def _watch_saving(trainer: Any) -> None:
+    original_save: Callable[..., Any] | None = getattr(trainer, SAVE, None)
+    if original_save is None:
+        consequence = "a rank that cannot save leaves the others waiting"
+        logger.warning("%s", missing_hook("transformers", f"Trainer.{SAVE}", consequence))
+        return
+    setattr(trainer, ORIGINAL_SAVE, original_save)
+
+    @functools.wraps(original_save)
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not trains_with_mars(self):
+            return original_save(self, *args, **kwargs)
+        from mars_dist.checkpoint import around
+
+        with around.saving_together(f"saving step {self.state.global_step} of the Trainer", (self, "save_model")):
+            return original_save(self, *args, **kwargs)
+
+    setattr(trainer, SAVE, save)
 
 
 def trains_with_mars(trainer: Any) -> bool:

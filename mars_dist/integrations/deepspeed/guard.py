@@ -187,11 +187,7 @@ def _when_it_saves(original: Callable[..., Any], engine: Any, *args: Any, **kwar
     """Stands around ``DeepSpeedEngine.save_checkpoint``."""
     if not isinstance(engine.basic_optimizer, MARS):
         return original(engine, *args, **kwargs)
-    given = inspect.signature(original).bind(engine, *args, **kwargs).arguments
-    folder = saved.folder_to_save(engine, given.get("save_dir"), given.get("tag"))
-    result = original(engine, *args, **kwargs)
-    saved.seal(engine, folder)
-    return result
+    return saved.save(original, engine, inspect.signature(original).bind(engine, *args, **kwargs))
 
 
 def _when_it_steps(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:

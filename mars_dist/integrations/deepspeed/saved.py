@@ -6,6 +6,8 @@ any path for a tag.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +33,38 @@ def check_before_loading(engine: Any, folder: Path, tag: Any) -> None:
     around.check_before_loading(where, shared=not engine.use_node_local_storage())
 
 
-def folder_to_save(engine: Any, folder: Any, tag: Any) -> Path | None:
-    """The folder that ``save_checkpoint`` will write; None where it will raise by itself.
+def save(original: Callable[..., Any], engine: Any, given: inspect.BoundArguments) -> Any:
+    """``save_checkpoint``: what fails on one rank is raised on all, and ``latest`` is written last, after the seal.
+
+    DeepSpeed itself leaves the other ranks waiting when one cannot write, and points to what it has not written.
 
     Raises:
-        CheckpointError: when the tag leads out of ``folder``: nothing is written then.
+        CheckpointError: when the tag leads out of the folder (nothing is written then), or a rank could not write.
     """
-    if not folder:
-        return None
-    tag = f"global_step{engine.global_steps}" if tag is None else tag
-    return around.checked_tag(Path(folder), tag, f"saving {tag!r} in {folder}")
-
-
-def seal(engine: Any, folder: Path | None) -> None:
-    """After ``save_checkpoint``; not where each node has a folder of its own, or the files are still being written."""
-    if folder is not None and not engine.use_node_local_storage() and not engine.checkpoint_engine.is_decoupled():
+    home, tag = given.arguments.get("save_dir"), given.arguments.get("tag")
+    if not home or engine.checkpoint_engine.is_decoupled():  # DeepSpeed raises by itself; the files come later
+        if home:
+            _folder_of(engine, Path(home), tag)
+        return original(*given.args, **given.kwargs)
+    folder = _folder_of(engine, Path(home), tag)
+    is_first = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
+    with around.together(f"making {folder}"):
+        if is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+    points = given.arguments.get("save_latest", True)
+    given.arguments["save_latest"] = False
+    with around.saving_together(f"saving {folder}", (engine.checkpoint_engine, "save")):
+        result = original(*given.args, **given.kwargs)
+    if not engine.use_node_local_storage():  # else each node has a folder of its own
         around.seal_after_saving(folder, "DeepSpeed")
+    if points:
+        around.point_to(Path(home), "latest", folder.relative_to(home).as_posix(), engine.global_rank == 0)
+    return result
+
+
+def _folder_of(engine: Any, home: Path, tag: Any) -> Path:
+    tag = f"global_step{engine.global_steps}" if tag is None else tag
+    return around.checked_tag(home, tag, f"saving {tag!r} in {home}")
 
 
 def check_whole(folder: Path, tag: str, trusted: bool = False) -> None:
