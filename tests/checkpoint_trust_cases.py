@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import io
 import logging
 import os
@@ -150,3 +152,85 @@ def engine_of(stage: int) -> Any:
         "optimizer": {"type": "MARS", "params": LR},
     }
     return deepspeed.initialize(model=net, config=config, model_parameters=list(net.parameters()))[0]
+
+
+# ------------------------------------------------------------------------- .metadata of DCP that hides a piece's place
+
+
+def _with_slots(metadata: Any, index: Any, place: dict[str, Any]) -> bytes:
+    """The second part of a pair comes over the first."""
+    info = metadata.storage_data[index]
+    kind, true = type(info), dict(info.__dict__)
+
+    class Writer(pickle._Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            return (copyreg.__newobj__, (kind,), (true, place)) if value is info else NotImplemented  # type: ignore[attr-defined]
+
+    return _written(Writer, metadata)
+
+
+def _of_another_class(metadata: Any, index: Any, place: dict[str, Any]) -> bytes:
+    """Torch asks for the attributes alone."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    other = BytesStorageMetadata()
+    other.__dict__.update(place, transform_descriptors=None)
+    metadata.storage_data[index] = other
+    return pickle.dumps(metadata)
+
+
+def _twice(metadata: Any, index: Any, place: dict[str, Any]) -> bytes:
+    """What the first state has set stays, where the second does not name it."""
+    metadata.storage_data[index].__dict__.update(place)
+    rest = dict(metadata.__dict__)
+    first = {"storage_data": rest.pop("storage_data")}
+    return _by_states(type(metadata), [first, rest])
+
+
+def _changed_later(metadata: Any, index: Any, place: dict[str, Any]) -> bytes:
+    """The dictionary that an object took its attributes from gets others after that."""
+    true = dict(metadata.storage_data)
+    true[index] = copy.copy(true[index])
+    metadata.storage_data[index].__dict__.update(place)
+    return _by_states(type(metadata), [dict(metadata.__dict__)], ("storage_data", true))
+
+
+def _like_a_zip_file(metadata: Any, index: Any, place: dict[str, Any]) -> bytes:
+    """The last record of an empty zip file, in a constant near the end."""
+    metadata.storage_data[index].__dict__.update(place)
+    metadata.storage_meta.modules = [b"PK\5\6" + bytes(18)]
+    return pickle.dumps(metadata)
+
+
+def _written(writer: Any, value: Any) -> bytes:
+    stream = io.BytesIO()
+    writer(stream, 4).dump(value)
+    return stream.getvalue()
+
+
+def _by_states(kind: type, states: list[dict[str, Any]], item: tuple[str, Any] | None = None) -> bytes:
+    stream = io.BytesIO()
+    writer = pickle._Pickler(stream, 4)  # type: ignore[attr-defined]
+    writer.write(pickle.PROTO + b"\x04")
+    writer.save(kind)
+    writer.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+    for state in states:
+        writer.save(state)
+        writer.write(pickle.BUILD)
+    if item is not None:
+        writer.write(pickle.MARK)
+        writer.save(states[-1])  # from the memo
+        writer.save(item[0])
+        writer.save(item[1])
+        writer.write(pickle.SETITEM + pickle.POP_MARK)
+    writer.write(pickle.STOP)
+    return stream.getvalue()
+
+
+HIDDEN_PLACES: dict[str, Callable[[Any, Any, dict[str, Any]], bytes]] = {
+    "slots": _with_slots,
+    "another class": _of_another_class,
+    "twice": _twice,
+    "changed later": _changed_later,
+    "the end of a zip file": _like_a_zip_file,
+}

@@ -334,6 +334,49 @@ def test_a_link_to_elsewhere_is_a_fault(tmp_path: Path) -> None:
     assert chosen == old and "outside of the folder" in said
 
 
+def test_links_in_a_circle(tmp_path: Path) -> None:
+    folder, new, old = copy_of("zero1", tmp_path, sealed=False)
+    (new / "one").symlink_to("two")
+    (new / "two").symlink_to("one")
+    (folder / "latest").unlink()
+    (folder / "latest_universal").symlink_to("latest")
+    (folder / "latest").write_text("circle")
+    (folder / "circle").symlink_to("circle")
+    chosen, said = taken(folder)
+    assert chosen == old and "one cannot be read (RuntimeError: Symlink loop" in said
+    assert "the tag 'circle' leads nowhere" in said
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 200_000, '{"format": 1, "files": {"a": {"size": 1e400, "sha256": ""}}}', "[]", "1" * 5000],
+)
+def test_a_manifest_of_nonsense_is_damaged(content: str, tmp_path: Path) -> None:
+    _, new, old = copy_of("zero1", tmp_path, sealed=True)
+    (new / manifest.NAME).write_text(content)
+    assert taken(new.parent)[0] == old
+    assert any(f"{manifest.NAME} is damaged" in fault for fault in manifest.faults(new))
+
+
+def test_a_name_that_no_disk_takes(tmp_path: Path) -> None:
+    _, new, old = copy_of("zero1", tmp_path, sealed=True)
+    (new / manifest.NAME).write_text(json.dumps({"format": 1, "files": {"n" * 5000: {"size": 1, "sha256": ""}}}))
+    chosen, said = taken(new.parent)
+    assert chosen == old and "cannot be read ([Errno 36] File name too long" in said
+
+
+def test_huge_numbers_of_ranks_do_not_keep_us_busy(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"step": 1, "world_size": 1000000000000000}')
+    torch.save({}, tmp_path / "state.pt")
+    faults = find.verify(tmp_path).faults
+    assert f"{tmp_path / 'rng-0.pt'} is missing" in faults and "more files are missing" in faults[-1]
+    tag = tmp_path / "global_step1"
+    tag.mkdir()
+    content = {"dp_world_size": 10**6, "mp_world_size": 10**6, "ds_config": {"zero_optimization": {"stage": 3}}}
+    torch.save(content, tag / "mp_rank_00_model_states.pt")
+    assert "more files are missing" in find.verify(tag).faults[-1]
+
+
 # ---------------------------------------------------------------------------------------------- any bytes; the ranks
 
 

@@ -36,6 +36,7 @@ from mars_dist.checkpoint import (
     tidy,
     verify,
 )
+from mars_dist.pretrain.checkpoint import newest_valid
 
 
 def of(value: float, numel: int = 3) -> list[Chunk]:
@@ -98,10 +99,44 @@ def test_rotation(tmp_path: Path, keep_last: int, keep_every: int | None, kept: 
     assert len(names(tmp_path)) == len(kept) + 1, "and the pointer"
 
 
+def test_a_run_that_went_back_behind_damaged_ones_keeps_what_is_whole(tmp_path: Path) -> None:
+    """Steps 20 and 30 have a flipped byte, which sizes do not show: they must not count as the two that are kept."""
+    for step in (10, 20, 30):
+        saved(tmp_path, step, step, 3)
+    for step in (20, 30):
+        (file,) = (tmp_path / f"step-{step:08d}").glob("*.safetensors")
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    assert newest_valid(tmp_path) == tmp_path / "step-00000010"
+    new = saved(tmp_path, 15, 15.0, 2)
+    assert newest_valid(tmp_path) == new and value_in(new) == 15.0
+    assert [step_of(path) for path in complete(tmp_path)] == [10, 15, 20, 30]
+    saved(tmp_path, 20, 20.0, 2)
+    assert [step_of(path) for path in complete(tmp_path)] == [15, 20, 30]
+    assert value_in(newest_valid(tmp_path)) == 20.0
+
+
+def test_a_relative_folder_is_the_one_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    saver = Saver(Path("run"), keep_last=1)
+    saver.save(1, {}, of(1.0))
+    monkeypatch.chdir(tmp_path / "there")
+    assert saver.wait() == tmp_path / "here" / "run" / "step-00000001"
+    saver.save(2, {}, of(2.0))
+    assert saver.wait() == tmp_path / "here" / "run" / "step-00000002"
+    assert names(tmp_path / "there") == []
+
+
 def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
-    for more in ({"keep_last": 0}, {"keep_every": 0}):
+    for more in ({"keep_last": 0}, {"keep_every": 0}, {"keep_last": -1}, {"keep_last": 1.5}, {"keep_every": "2"}):
         with pytest.raises(ValueError, match="both count from 1"):
             saved(tmp_path, 1, 1.0, **more)  # type: ignore[arg-type]
+    for step in (-1, 2.0, "3", True, None):
+        with pytest.raises(ValueError, match="the number of a step is needed, 0 or more"):
+            saved(tmp_path, step, 1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"\['files', 'step'\], which the manifest says by itself"):
         save(tmp_path, 1, {"step": 2, "files": {}}, part([]), 1)
     with pytest.raises(CheckpointError, match="not JSON serializable"):

@@ -159,6 +159,33 @@ def test_metadata_that_leads_elsewhere(name: str, value: Any, tmp_path: Path) ->
         trust.check(folder)
 
 
+@pytest.mark.parametrize("way", ["slots", "another class", "twice", "changed later", "the end of a zip file"])
+def test_metadata_that_hides_where_a_piece_lies(way: str, tmp_path: Path, marker: Path) -> None:
+    """What is read here and what the unpickler makes must be one table of pieces: else one of them is not looked at."""
+    folder = newest(copy_of("dcp", tmp_path))
+    planted = tmp_path / "planted.pt"
+    torch.save([Payload(marker)], planted)
+    target = folder / "__0_0.distcp"
+    start = target.stat().st_size
+    target.write_bytes(target.read_bytes() + planted.read_bytes())
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    index = next(i for i in metadata.storage_data if "param_groups" in i.fqn)
+    place = {"relative_path": target.name, "offset": start, "length": planted.stat().st_size}
+    (folder / ".metadata").write_bytes(cases.HIDDEN_PLACES[way](metadata, index, place))
+    with pytest.raises(UntrustedCheckpoint, match=r"\.metadata "):
+        trust.check(folder)
+    (finding,) = trust.findings(folder)
+    assert not finding.damaged, "found for what it does, not because it could not be read"
+    assert not marker.exists()
+    import torch.distributed.checkpoint as dcp
+
+    state = {"optimizer": {"param_groups": {index.fqn.removeprefix("optimizer.param_groups."): None}}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+    assert marker.exists(), "dcp.load does run it"
+
+
 # -------------------------------------------------------------------------------------------------- single pickles
 
 EVIL = {
@@ -196,6 +223,10 @@ EVIL = {
     ),
     "an array of objects": b"cnumpy\ndtype\n(VO8\nK\x00K\x01tR.",
     "a type with flags": b"cnumpy\ndtype\n(Vf8\nK\x00K\x01tR(K\x03V<\nNNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x3ftb.",
+    "attributes that are set twice": b"\x80\x02ccollections\nOrderedDict\n)R}Va\nK\x01sb}Vb\nK\x01sb.",
+    "a tensor by what is very deep": (
+        b"ctorch._tensor\n_rebuild_from_type_v2\n()" + b"\x85" * 300_000 + b"ctorch\nTensor\n)}tR."
+    ),
     "any codec": b"c_codecs\nencode\n(Vabc\nVzip\ntR.",
     "another memory": b"(Vmodule\nNtQ.",
     "memory by a name": b"Pabc\n.",
@@ -416,6 +447,25 @@ def test_a_deep_pickle_is_read(tmp_path: Path) -> None:
     (tmp_path / "x.pkl").write_bytes(b")" + b"\x85" * 20_000 + b".")
     (tmp_path / "y.pkl").write_bytes(b"}" + b")" + b"\x85" * 20_000 + b"K\x01s.")
     trust.check(tmp_path)
+
+
+def test_a_compressed_pickle_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    """torch.save compresses nothing; a few megabytes may become all the memory that there is."""
+    with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"B" + (1 << 24).to_bytes(4, "little") + bytes(1 << 24) + b".")
+        archive.writestr("archive/version", "3")
+    assert (tmp_path / "x.pt").stat().st_size < 1 << 15
+    with pytest.raises(UntrustedCheckpoint, match=r"holds archive/data\.pkl compressed, which torch\.save does not do"):
+        trust.check(tmp_path)
+
+
+def test_numbers_without_end_are_refused(tmp_path: Path) -> None:
+    folder = newest(copy_of("dcp", tmp_path))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    next(iter(metadata.storage_data.values())).offset = 10**5000
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UntrustedCheckpoint, match=r"\.metadata cannot be read \(ValueError"):
+        trust.check(folder)
 
 
 def test_a_window_does_not_read_beyond_itself(tmp_path: Path) -> None:

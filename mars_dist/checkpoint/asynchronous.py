@@ -39,7 +39,12 @@ class Saver:
         keep_every: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.folder, self.keep_last, self.keep_every, self.group = Path(folder), keep_last, keep_every, process_group
+        self.folder, self.keep_last, self.keep_every, self.group = (
+            Path(folder).absolute(),
+            keep_last,
+            keep_every,
+            process_group,
+        )
         self._staging = Staging()
         self._under_way: tuple[Saving, _Writing] | None = None
 

@@ -54,7 +54,8 @@ def save(
             while they were written (``tensors.write``), by path from there; all other files are read once for theirs,
             shared out over the ranks. It may hold collectives (an engine's own saving), but a rank that fails before
             one leaves the others waiting to the end of the process group's timeout.
-        keep_last: how many stay.
+        keep_last: how many stay, of this one and those of earlier steps; later ones, which a run has gone back behind,
+            stay until their steps are saved again.
         keep_every: checkpoints of steps divisible by it stay for ever.
         size: the bytes that this rank will write, if known: whether they fit is then asked before anything is touched.
 
@@ -98,11 +99,13 @@ class Saving:
         keep_every: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if keep_last < 1 or (keep_every is not None and keep_every < 1):
-            raise ValueError(f"keep_last is {keep_last} and keep_every {keep_every}: both count from 1")
+        if not _counts(step, 0):
+            raise ValueError(f"step is {step!r}: the number of a step is needed, 0 or more, as an int")
+        if not _counts(keep_last, 1) or not (keep_every is None or _counts(keep_every, 1)):
+            raise ValueError(f"keep_last is {keep_last!r} and keep_every {keep_every!r}: both count from 1, as an int")
         if taken := sorted(GIVEN & facts.keys()):
             raise ValueError(f"facts has {taken}, which the manifest says by itself: choose other names")
-        self.folder, self.step, self.keep_last, self.keep_every = Path(folder), step, keep_last, keep_every
+        self.folder, self.step, self.keep_last, self.keep_every = Path(folder).absolute(), step, keep_last, keep_every
         self.group = process_group
         self.rank, self.world_size = _rank_and_size(process_group)
         libraries = {name: versions.installed(name) for name in ("mars_dist", "torch")}
@@ -167,7 +170,7 @@ class Saving:
         manifest.to_disk(self.folder)
         _point(self.folder, self.name)
         try:
-            _rotate(self.folder, self.keep_last, self.keep_every)
+            _rotate(self.folder, self.step, self.keep_last, self.keep_every)
         except OSError as error:
             logger.warning("%s is saved; an older checkpoint could not be removed: %s", self.final, error)
 
@@ -286,8 +289,14 @@ def _point(folder: Path, name: str) -> None:
     manifest.to_disk(folder)
 
 
-def _rotate(folder: Path, keep_last: int, keep_every: int | None) -> None:
-    for old in complete(folder)[:-keep_last]:
+def _counts(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _rotate(folder: Path, step: int, keep_last: int, keep_every: int | None) -> None:
+    """``step`` was saved just now. Later ones are no reason to remove it, or those before: a run that has gone back
+    behind damaged checkpoints would lose the only whole ones."""
+    for old in [path for path in complete(folder) if step_of(path) <= step][:-keep_last]:
         if keep_every is None or step_of(old) % keep_every:
             hidden = old.with_name(f".{old.name}.tmp")  # never half removed under its own name
             _remove(hidden)

@@ -19,6 +19,7 @@ from mars_dist.checkpoint.pickles import Made
 MARS, TRAINER, ACCELERATE = "mars-dist train", "Trainer", "Accelerate"
 DEEPSPEED, UNIVERSAL, DCP = "DeepSpeed", "DeepSpeed universal", "torch DCP"
 OTHER = "sealed by mars_dist"
+MOST_RANKS = 1 << 16  # a number in a file does not keep us busy for ever
 POINTERS = ("latest", "latest_universal")
 STEP = re.compile(r"(?:[A-Za-z_.-]*[A-Za-z])?[-_.]?(\d+)(?:[-_.]universal)?")  # step-00000020, checkpoint-20, epoch_3
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -79,7 +80,11 @@ def tag_folder(folder: Path, tag: Any) -> Path:
     """
     parts = Path(str(tag)).parts
     outside = Path(str(tag)).is_absolute() or ".." in parts or not parts or "\0" in str(tag)
-    if outside or not (folder / str(tag)).resolve().is_relative_to(folder.resolve()):
+    try:
+        outside = outside or not (folder / str(tag)).resolve().is_relative_to(folder.resolve())
+    except RuntimeError as error:  # what Python says of links in a circle
+        raise ValueError(f"{folder}: the tag {str(tag)!r} leads nowhere ({error})") from error
+    if outside:
         raise ValueError(f"{folder}: the tag {str(tag)!r} leads out of it. Tags cannot leave the folder")
     return folder / str(tag)
 
@@ -171,13 +176,15 @@ def _deepspeed(folder: Path) -> list[str]:
     optim = {match.groups() for path in folder.iterdir() if (match := OPTIM_STATES.fullmatch(path.name))}
     stage = max(stage, 1) if optim else stage
     found = []
-    for part in range(min(parallel, 1 << 20)):
-        wanted = [f"zero_pp_rank_{r}_mp_rank_{part:02d}_model_states.pt" for r in range(min(ranks, 1 << 20))]
+    for part in range(min(parallel, MOST_RANKS)):
+        wanted = [f"zero_pp_rank_{r}_mp_rank_{part:02d}_model_states.pt" for r in range(min(ranks, MOST_RANKS))]
         wanted = wanted if stage == 3 else [f"mp_rank_{part:02d}_model_states.pt"]
         found += [f"{folder / name} is missing" for name in wanted if name not in present]
         states = {int(r) for r, m in optim if int(m) == part}
-        missing = [r for r in range(min(ranks, 1 << 20)) if r not in states] if stage else []
+        missing = [r for r in range(min(ranks, MOST_RANKS)) if r not in states] if stage else []
         found += [f"{folder}/zero_pp_rank_{r}_mp_rank_{part:02d}_optim_states.pt is missing" for r in missing]
+        if len(found) > MOST_RANKS:
+            break
     return _short(found)
 
 
@@ -204,7 +211,7 @@ def _universal(folder: Path) -> list[str]:
     if any(path.name.startswith("zero_pp_rank_") for path in models):  # from ZeRO-3: a file for each rank
         ranks = _value(models[0]).get("dp_world_size")
         have = {match.group(1) for path in models if (match := MODEL_STATES.fullmatch(path.name))}
-        counted = range(min(ranks, 1 << 20)) if type(ranks) is int else ()
+        counted = range(min(ranks, MOST_RANKS)) if type(ranks) is int else ()
         found += [f"{folder}/zero_pp_rank_{r}_..._model_states.pt is missing" for r in counted if str(r) not in have]
     return _short(found)
 
@@ -291,7 +298,7 @@ def _ranks(folder: Path, tags: list[Path]) -> int:
         models = [path for path in tag.iterdir() if MODEL_STATES.fullmatch(path.name)] if tag.is_dir() else []
         size = _value(min(models)).get("dp_world_size") if models else None
         if type(size) is int:
-            return min(size, 1 << 20)
+            return min(size, MOST_RANKS)
     pieces = [re.fullmatch(r"__(\d+)_\d+\.distcp", path.name) for path in folder.glob("*/*.distcp")]
     return 1 + max((int(match.group(1)) for match in pieces if match), default=0)
 
@@ -300,7 +307,7 @@ def _in_a_row(folder: Path, pattern: str, ranks: int) -> list[str]:
     """Those of ranks 0, 1, ... that have no file, up to the last rank that is known."""
     matcher = re.compile(re.escape(pattern).replace(r"\{\}", r"(\d+)"))
     have = {int(match.group(1)) for path in folder.iterdir() if (match := matcher.fullmatch(path.name))}
-    last = max([ranks - 1, *(rank for rank in have if rank < 1 << 20)])
+    last = max([min(ranks, MOST_RANKS) - 1, *(rank for rank in have if rank < MOST_RANKS)])
     return _short([f"{folder / pattern.format(rank)} is missing" for rank in range(last + 1) if rank not in have])
 
 

@@ -74,7 +74,7 @@ def read(folder: Path) -> dict[str, Any]:
         files = {str(name): Record(int(of["size"]), str(of["sha256"])) for name, of in known.items()}
     except FileNotFoundError:
         raise FileNotFoundError(f"{folder} has no {NAME}: it is half written, or was never sealed") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     if version != FORMAT:
         raise ValueError(
@@ -99,12 +99,15 @@ def faults(folder: Path, contents: bool = True) -> list[str]:
     found = []
     for name, expected in files.items():
         path = folder / name
-        if not path.is_file():
-            found.append(f"{path} is missing")
-        elif (size := path.stat().st_size) != expected.size:
-            found.append(f"{path} has {size} bytes, and {expected.size} were written")
-        elif contents and record(path).sha256 != expected.sha256:
-            found.append(f"{path} has another content than was written (its SHA-256 differs)")
+        try:
+            if not path.is_file():
+                found.append(f"{path} is missing")
+            elif (size := path.stat().st_size) != expected.size:
+                found.append(f"{path} has {size} bytes, and {expected.size} were written")
+            elif contents and record(path).sha256 != expected.sha256:
+                found.append(f"{path} has another content than was written (its SHA-256 differs)")
+        except OSError as error:  # no permission, a bad disk, a name that is too long
+            found.append(f"{path} cannot be read ({error})")
     return found
 
 

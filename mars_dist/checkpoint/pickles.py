@@ -30,12 +30,13 @@ class Made:
     def __init__(self, of: Any, args: Any = ()) -> None:
         self.of, self.args = of, args
         self.state: Any = None
+        self.is_built = False
         self.items: list[Any] = []
 
     def attributes(self) -> dict[str, Any]:
-        """The attributes that its state gives it."""
-        state = self.state[0] if isinstance(self.state, tuple) and self.state else self.state
-        return state if isinstance(state, dict) else {}
+        """The attributes that its state gives it: of a pair, the second part (``__slots__``) comes over the first."""
+        parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
+        return {key: value for part in parts if isinstance(part, dict) for key, value in part.items()}
 
 
 class Window(io.RawIOBase):
@@ -316,6 +317,8 @@ class _Machine:
         target = self.stack[-1]
         if not isinstance(target, Made):
             raise NotAllowed(f"sets attributes of {_called(target)}")
+        if target.is_built:  # the first attributes would stay, and here only the last are seen
+            raise NotAllowed(f"sets the attributes of an object of {_called(target.of)} twice")
         if (
             self.strict
             and target.of == Global("numpy", "dtype")
@@ -324,7 +327,10 @@ class _Machine:
             )
         ):
             raise NotAllowed("makes a numpy.dtype that is no plain number")
-        target.state = state
+        # The unpickler takes what is in it now: a dictionary may change later.
+        parts = state if isinstance(state, tuple) else (state,)
+        copies = tuple(dict(part) if isinstance(part, dict) else part for part in parts)
+        target.state, target.is_built = copies if isinstance(state, tuple) else copies[0], True
 
     def _persid(self, argument: Any) -> None:
         raise NotAllowed("refers to something outside of the file")

@@ -16,6 +16,7 @@ import io
 import os
 import tarfile
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ ZIP = b"PK\x03\x04"
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PICKLES = 5  # magic number, version, system, the value, the names of the storages; then their bytes
 METADATA_CLASS = Global("torch.distributed.checkpoint.metadata", "Metadata")
+PIECE_CLASS = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 SHOWN = 3
 
 
@@ -110,8 +112,8 @@ def findings(path: Path, files: Iterable[Path] | None = None) -> list[Finding]:
     for file in [path] if path.is_file() else walk(path) if files is None else files:
         try:
             finding = _links_outside(path, file) or _of_file(file)
-        except (OSError, MemoryError) as error:
-            finding = Finding(file, f"cannot be read ({error})", damaged=True)
+        except (OSError, MemoryError, RuntimeError, ValueError) as error:  # links in a circle, numbers without end
+            finding = Finding(file, f"cannot be read ({type(error).__name__}: {error})", damaged=True)
         found += [finding] if finding else []
     return found
 
@@ -147,7 +149,7 @@ def _of_file(path: Path) -> Finding | None:
             suffix = METADATA if path.name.endswith(METADATA) else path.suffix.lower()
             if not (suffix in PICKLED or zipped or start == ZIP or _like_a_pickle(start)):
                 return None
-            if suffix == METADATA and not zipped:
+            if suffix == METADATA and start != ZIP:  # else no pickle, whatever DCP does; it may end like a zip file
                 _dcp(path.parent, Window(file, 0, size))
             elif suffix == PIECES and any(path.parent.glob(f"*{METADATA}")):
                 pass  # its pieces are checked where .metadata says that they are
@@ -194,10 +196,13 @@ def _torch_file(file: Window, strict: bool = True) -> list[Any]:
     start = file.read(len(ZIP))
     file.seek(0)
     found = []
-    if is_zip(file):  # also one that begins in the middle
+    zipped = is_zip(file)
+    if zipped:  # also one that begins in the middle
         found += _as_zipfile(file, strict)
     file.seek(0)
     if start == ZIP:
+        if not zipped:  # its sizes were not looked at
+            raise Damaged("is no whole zip file of torch.save (its end is not that of one)")
         return _as_torch_opens_it(file, strict)
     file.seek(0)
     if _is_tar(file):
@@ -244,9 +249,12 @@ def _as_zipfile(file: Window, strict: bool) -> list[Any]:
     try:
         with zipfile.ZipFile(file) as archive:
             names = [info.filename for info in archive.infolist()]
-            twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+            twice = sorted(name for name, count in Counter(names).items() if count > 1)
             if twice:
                 raise NotAllowed(f"holds {twice[0]} more than once: which one is read depends on the reader")
+            packed = [i.filename for i in archive.infolist() if i.compress_type != zipfile.ZIP_STORED]
+            if any(map(_is_pickle, packed)):  # a few bytes may become more than there is memory
+                raise NotAllowed(f"holds {next(filter(_is_pickle, packed))} compressed, which torch.save does not do")
             return [
                 _whole(info.filename, archive.read(info), strict)
                 for info in archive.infolist()
@@ -296,11 +304,19 @@ def _one_after_the_other(file: Window, strict: bool) -> list[Any]:
 
 
 def pieces(metadata: Any) -> Iterator[tuple[str, int, int]]:
-    """File, first byte and length of every piece that the value of a ``.metadata`` names."""
-    kind = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    """File, first byte and length of every piece that the value of a ``.metadata`` names.
+
+    What ``dcp.load`` reads by is exactly what is seen here: any object with these attributes would do for it, and they
+    could be given in other ways than as a dictionary.
+    """
+    table = metadata.state.get("storage_data") if type(metadata.state) is dict else None
+    if type(table) is not dict or not all(isinstance(v, Made) and v.of == PIECE_CLASS for v in table.values()):
+        raise NotAllowed("has a table of pieces (storage_data) that torch would not write")
     for value in pickles.everywhere(metadata):
-        if isinstance(value, Made) and value.of == kind:
-            of = value.attributes()
+        if isinstance(value, Made) and value.of == PIECE_CLASS:
+            if type(value.state) is not dict:
+                raise NotAllowed("describes a piece in a way that torch would not")
+            of = value.state
             name, offset, length = of.get("relative_path"), of.get("offset"), of.get("length")
             if of.get("transform_descriptors"):
                 raise NotAllowed("says that pieces are compressed: they cannot be looked into")
