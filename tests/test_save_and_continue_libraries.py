@@ -115,7 +115,8 @@ def test_states_without_a_place_are_an_error(pool: RankPool, case: Case, tmp_pat
 def test_a_missing_file_is_the_same_error_on_all_ranks(pool: RankPool, case: Case, file: str, tmp_path: Path) -> None:
     said = pool.run(save_accelerate_cases.with_a_file_gone, case, str(tmp_path), file, timeout=60)
     assert said[0] == said[1]
-    assert said[0].startswith("CheckpointError: loading the optimizer's states") and file in said[0]
+    assert said[0].startswith("CheckpointError: ") and file.rpartition("/")[2] in said[0]
+    assert "damaged or incomplete" in said[0] or "loading the optimizer's states" in said[0]
 
 
 def test_the_trainer_with_fsdp1_in_shards(pool: RankPool, tmp_path: Path) -> None:
@@ -181,7 +182,11 @@ def test_a_missing_shard_of_deepspeed_is_the_same_error_on_all_ranks(
         save_zero_cases.with_a_shard_gone, ZeroCase(stage, params=BASE), str(tmp_path), empty, timeout=60
     )
     assert results[0] == results[1] and results[0]["untouched"] and results[0]["wrapper"] == WRAPPERS[stage]
-    assert results[0]["said"].startswith("CheckpointError: loading") and "of rank 1, only of 0" in results[0]["said"]
+    said = results[0]["said"]
+    assert (
+        said.startswith("CheckpointError: ") and "zero_pp_rank_1" in said if empty else "of rank 1, only of 0" in said
+    )
+    assert "run any program" not in said
 
 
 # ---------------------------------------------------------------------------------------- a rank that cannot save

@@ -292,12 +292,17 @@ def _weights(folder: Path, tags: list[Path]) -> list[str]:
     return _short(found)
 
 
+def ranks_of(tag: Path) -> int | None:
+    """The number of data-parallel ranks that saved the folder of a DeepSpeed tag; None where no file says it."""
+    models = [path for path in tag.iterdir() if MODEL_STATES.fullmatch(path.name)] if tag.is_dir() else []
+    size = _value(min(models)).get("dp_world_size") if models else None
+    return size if type(size) is int else None
+
+
 def _ranks(folder: Path, tags: list[Path]) -> int:
     """The number of ranks as far as the files of an engine say it, at least 1."""
     for tag in tags:
-        models = [path for path in tag.iterdir() if MODEL_STATES.fullmatch(path.name)] if tag.is_dir() else []
-        size = _value(min(models)).get("dp_world_size") if models else None
-        if type(size) is int:
+        if (size := ranks_of(tag)) is not None:
             return min(size, MOST_RANKS)
     pieces = [re.fullmatch(r"__(\d+)_\d+\.distcp", path.name) for path in folder.glob("*/*.distcp")]
     return 1 + max((int(match.group(1)) for match in pieces if match), default=0)

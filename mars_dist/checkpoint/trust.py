@@ -99,9 +99,11 @@ def check(path: str | os.PathLike[str], trusted: bool = False, files: Iterable[P
     found = findings(Path(path), files)
     if found:
         more = f"; and {len(found) - SHOWN} more files" if len(found) > SHOWN else ""
-        raise UntrustedCheckpoint(
-            f"{'; '.join(map(str, found[:SHOWN]))}{more}. To load it could run any program. {REMEDY}."
-        )
+        if all(finding.damaged for finding in found):  # what cannot be read cannot be checked
+            consequence = "It is damaged or incomplete: take another checkpoint"
+        else:
+            consequence = "To load it could run any program"
+        raise UntrustedCheckpoint(f"{'; '.join(map(str, found[:SHOWN]))}{more}. {consequence}. {REMEDY}.")
 
 
 def findings(path: Path, files: Iterable[Path] | None = None) -> list[Finding]:
@@ -158,7 +160,8 @@ def _of_file(path: Path) -> Finding | None:
     except NotAllowed as error:
         return Finding(path, str(error))
     except Damaged as error:
-        return None if _is_safetensors(path) else Finding(path, str(error), damaged=True)
+        said = "has no .metadata beside it, which says what is where in it" if path.suffix == PIECES else str(error)
+        return None if _is_safetensors(path) else Finding(path, said, damaged=True)
     return None
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mars_dist.checkpoint import manifest
-from mars_dist.checkpoint.kinds import tag_folder
+from mars_dist.checkpoint.kinds import ranks_of, tag_folder
 from mars_dist.checkpoint.together import together
 from mars_dist.config import SETTINGS_KEY, Settings
 from mars_dist.integrations.deepspeed.universal import COMMON, DEMANDED, KIND, OURS, PARAM, POINTER, REST, ZERO
@@ -99,12 +99,12 @@ def refuse_another_cut(engine: Any, load_dir: Any, tag: Any) -> None:
             f'MARS: {folder} is a universal checkpoint: set "checkpoint": {{"load_universal": true}} in the '
             "configuration to load it."
         )
-    ranks = {path.name.partition("_mp_rank")[0] for path in folder.glob(f"*zero_pp_rank_*_{OPTIMIZER}")}
-    if ranks and len(ranks) != engine.seq_dp_world_size and engine.zero_optimization():
+    ranks = ranks_of(folder)
+    if ranks is not None and ranks != engine.seq_dp_world_size and engine.zero_optimization():
         raise RuntimeError(
-            f"MARS: {folder} has the optimizer states of {len(ranks)} ranks, and this engine has "
-            f"{engine.seq_dp_world_size}. {CONVERT} writes a checkpoint for any number of ranks; load it with "
-            '"checkpoint": {"load_universal": true}. (If it was saved by as many ranks, files are missing.)'
+            f"MARS: {folder} was saved by an engine of {ranks} ranks, and this one has {engine.seq_dp_world_size}. "
+            f"{CONVERT} writes a checkpoint for any number of ranks; load it with "
+            '"checkpoint": {"load_universal": true}.'
         )
 
 
