@@ -102,7 +102,7 @@ def _seal(args: argparse.Namespace) -> int:
     if report.sealed:  # a new one would cover what was changed since, and lose what its writer has noted
         raise ValueError(
             f"{args.folder} is sealed already: `mars-dist checkpoint verify` compares with that. To seal it anew as it "
-            f"is now, remove {args.folder / NAME} (mars-dist train cannot go on from a checkpoint of its own without it)"
+            f"is now, remove {args.folder / NAME} (mars-dist train does not resume from its own without it)"
         )
     files = find.seal(args.folder)
     if not args.quiet:
