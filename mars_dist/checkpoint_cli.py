@@ -90,10 +90,20 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _seal(args: argparse.Namespace) -> int:
     from mars_dist.checkpoint import find
+    from mars_dist.checkpoint.manifest import NAME
 
     report = find.verify(args.folder, trusted=True, sealed=False)
+    if report.several:  # a manifest here would make it one checkpoint, which `latest` would then print
+        raise ValueError(
+            f"{args.folder} holds {len(report.several)} checkpoints: seal {report.several[0].folder}, or another"
+        )
     if report.faults:
         raise ValueError(f"{args.folder} is not sealed, because it is not valid: {'; '.join(report.faults)}")
+    if report.sealed:  # a new one would cover what was changed since, and lose what its writer has noted
+        raise ValueError(
+            f"{args.folder} is sealed already: `mars-dist checkpoint verify` compares with that. To seal it anew as it "
+            f"is now, remove {args.folder / NAME} (mars-dist train does not resume from its own without it)"
+        )
     files = find.seal(args.folder)
     if not args.quiet:
         print(f"sealed {args.folder} ({report.kind}, {files} files)")

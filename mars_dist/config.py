@@ -112,8 +112,8 @@ class Settings:
         try:
             saved = json.loads(text)
             number = saved.pop("format")
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"its {SETTINGS_KEY} cannot be read: {text!r}") from error
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"its {SETTINGS_KEY} cannot be read: {str(text)[:200]!r}") from error
         if number != STATE_DICT_FORMAT:
             raise ValueError(
                 f"it has format {number!r}, and this version of mars_dist knows format {STATE_DICT_FORMAT}: load it "

@@ -19,7 +19,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ logger = logging.getLogger("mars_dist")
 
 Groups = list[dict[str, Any]]
 
+MOST_STEPS = 1 << 53
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 # How torch.optim, DeepSpeed and apex were told to compute: nothing that MARS would read, and torch's helpers raise
 # KeyError where an optimizer has group keys that the next one lacks.
@@ -113,6 +114,11 @@ class Reader:
             raise ValueError('it is no state dict of an optimizer, which has "state" and "param_groups"')
         if not all(isinstance(group, Mapping) and "params" in group for group in groups):
             raise ValueError('it has param_groups without "params"')
+        if not all(isinstance(group["params"], (list, tuple)) for group in groups):
+            raise ValueError('it has param_groups whose "params" are no list')
+        keys = [key for group in groups for key in group["params"]]
+        if not all(isinstance(key, Hashable) for key in keys) or len(set(keys)) < len(keys):
+            raise ValueError('its param_groups name a tensor twice, or one of their "params" is no number and no name')
         if len(groups) != len(self._groups):
             raise ValueError(f"it has {len(groups)} parameter groups, this optimizer has {len(self._groups)}")
         for i, (group, saved) in enumerate(zip(self._groups, groups, strict=True)):
@@ -333,8 +339,10 @@ def _count(step: Any, name: str) -> float:
     value = local(step) if isinstance(step, Tensor) else step
     if isinstance(value, Tensor):
         value = value.item() if value.numel() == 1 and not value.is_complex() else step
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf or value % 1:
         raise ValueError(f"the state of {name} has step {value!r}, which is no count of steps")
+    if value > MOST_STEPS:
+        raise ValueError(f"the state of {name} has step {float(MOST_STEPS):g} or more, which no run takes")
     return float(value)
 
 

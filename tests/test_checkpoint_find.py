@@ -445,6 +445,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert code == 0 and f"{new}: valid (DeepSpeed; not sealed; structure)" in out
     code, out, _ = run("seal", str(new))
     assert code == 0 and f"sealed {new} (DeepSpeed, 3 files)" in out
+    before = (new / manifest.NAME).read_bytes()
+    code, _, err = run("seal", str(new))
+    assert code == 1 and "is sealed already" in err and (new / manifest.NAME).read_bytes() == before
+    code, _, err = run("seal", str(folder))
+    assert code == 1 and f"holds 2 checkpoints: seal {new}" in err and not (folder / manifest.NAME).exists()
     code, out, _ = run("verify", str(folder))
     assert code == 0 and "valid (DeepSpeed; sealed; contents compared with the manifest)" in out
     assert f"newest valid checkpoint: {new}" in out

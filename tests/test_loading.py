@@ -104,6 +104,11 @@ def settings_of_two(saved: dict[str, Any]) -> None:
     settings_with(ns_steps=3)({"param_groups": saved["param_groups"][1:]})
 
 
+def settings_of_depth(saved: dict[str, Any]) -> None:
+    for group in saved["param_groups"]:
+        group["mars_settings"] = "[" * 100_000
+
+
 SPARSE = torch.eye(6, 2).to_sparse()
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "variant": (settings_with(mars_type="mars-lion"), "by mars_type='mars-lion', and this optimizer is 'mars-adamw'"),
@@ -130,6 +135,8 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "step NaN": (in_state("step", torch.tensor(float("nan"))), "scalar has step nan, which is no count"),
     "step infinite": (in_state("step", float("inf")), "scalar has step inf"),
     "step negative": (in_state("step", torch.tensor(-1.0)), r"scalar has step -1\.0"),
+    "step and a half": (in_state("step", 1.5), r"scalar has step 1\.5, which is no count"),
+    "step without end": (in_state("step", 10**400), "scalar has step 9.*, which no run takes"),
     "step text": (in_state("step", "3"), "scalar has step '3'"),
     "step true": (in_state("step", True), "scalar has step True"),
     "step of two": (in_state("step", torch.ones(2)), "scalar has step tensor"),
@@ -147,6 +154,10 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "strange": (lambda saved: saved["state"].update({9: {}}), r"states of \[9\], which its groups do not name"),
     "no groups": (replaced(param_groups=None), "no state dict of an optimizer"),
     "no states": (replaced(state=None), "no state dict of an optimizer"),
+    "params of one": (in_group(params=5), '"params" are no list'),
+    "params without hash": (in_group(params=[[2], [3], [4]]), "name a tensor twice, or one of their"),
+    "params twice": (in_group(params=[2, 3, 3]), "name a tensor twice"),
+    "deep settings": (settings_of_depth, "mars_settings cannot be read"),
     "no params": (replaced(param_groups=[{}, {}]), 'param_groups without "params"'),
 }  # fmt: skip
 

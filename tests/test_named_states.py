@@ -339,6 +339,10 @@ def bad_states(states: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     newer = copy.deepcopy(states)
     newer["settings"]["format"] = 2
     newest = {**states, "format": 2}
+
+    def of_dtype(key: str, dtype: torch.dtype) -> dict[str, Any]:
+        return changed(states, **{f"linear.weight/{key}": states["tensors"]["linear.weight"][key].to(dtype)})
+
     return [
         (without, "only in this model: norm.weight"),
         (changed(states, **{"other.weight/param": torch.ones(2)}), "only in what is loaded: other.weight"),
@@ -348,6 +352,19 @@ def bad_states(states: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
         (changed(states, **{"linear.weight/exp_avg_sq": None}), "linear.weight has no exp_avg_sq"),
         (regrouped, "embedding.weight with lr=0.25"),
         (variant, "mars-m"),
+        (
+            changed(states, **{"linear.weight/step": None}),
+            "linear.weight has exp_avg, exp_avg_sq, prev_grad and no step",
+        ),
+        (of_dtype("param", torch.complex64), "linear.weight/param is of torch.complex64"),
+        (of_dtype("param", torch.int64), "linear.weight/param is of torch.int64"),
+        (of_dtype("exp_avg", torch.int64), "linear.weight/exp_avg is of torch.int64"),
+        (changed(states, **{"norm.bias/exp_avg": 3}), "norm.bias/exp_avg is no dense tensor with values (int)"),
+        (changed(states, **{"norm.bias/exp_avg": torch.ones(11, device="meta")}), "(torch.strided on meta)"),
+        (changed(states, **{"norm.bias/exp_avg": torch.ones(11).to_sparse()}), "(torch.sparse_coo on cpu)"),
+        ({**states, "tensors": [1]}, "no dict of dicts"),
+        ({**states, "settings": "x"}, "not what settings_of gives"),
+        ({**states, "settings": {"format": 1}}, "not what settings_of gives"),
         (newer, "format 2"),
         (newest, "format 2"),
     ]

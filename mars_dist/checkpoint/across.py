@@ -82,6 +82,8 @@ def load_full_states(optimizer: Any, model: nn.Module, states: Mapping[str, Any]
         As ``load_chunks``; CheckpointError (ValueError on one rank) for a newer format. Nothing was changed.
     """
     with together("loading the states by parameter name (nothing was changed)"):
+        if not isinstance(states, Mapping):
+            raise ValueError(f"the states are a {type(states).__name__}, and what full_states gives is a dict")
         if states and states.get("format") != FORMAT:
             raise ValueError(
                 f"the states have format {states.get('format')!r}, and this mars_dist knows {FORMAT}: what full_states "
@@ -89,6 +91,7 @@ def load_full_states(optimizer: Any, model: nn.Module, states: Mapping[str, Any]
             )
         if not states and _place()[0] == 0:
             raise ValueError("there are no states on rank 0")
+        _refuse_no_tensors(states.get("tensors", {}))
     reader: Whole = Whole(states.get("tensors", {}))
     settings = states.get("settings")
     if _place()[1] > 1:
@@ -99,6 +102,17 @@ def load_full_states(optimizer: Any, model: nn.Module, states: Mapping[str, Any]
             dist.broadcast_object_list(shared, src=0)
             settings, reader = shared[0], FromRank0(states.get("tensors", {}))
     load_chunks(optimizer, model, reader, settings, values=values)
+
+
+def _refuse_no_tensors(tensors: Any) -> None:
+    """Before ranks exchange anything: where one of them failed later, the others would wait for it."""
+    if not isinstance(tensors, Mapping) or not all(isinstance(its, Mapping) for its in tensors.values()):
+        raise ValueError('the "tensors" of the states are no dict of dicts, by parameter name and key')
+    for name, its in tensors.items():
+        for key, value in its.items():
+            if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
+                what = f"{value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(f"{name}/{key} is no dense tensor with values ({what})")
 
 
 class Whole:

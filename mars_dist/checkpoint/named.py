@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from mars_dist.checkpoint.names import NEXT, PREVIOUS, Held, holders, inner, table
+from mars_dist.checkpoint.names import NEXT, PREVIOUS, Held, few, groups_in, holders, inner, table
 from mars_dist.checkpoint.shares import my_share
 from mars_dist.checkpoint.tensors import Chunk
 from mars_dist.checkpoint.together import together
@@ -250,7 +250,7 @@ class _Plan:
                 "%d tensors come without the gradient of the step before (prev_grad): %s. They take the next step as a "
                 "first one.",
                 len(self._partly),
-                _few(self._partly),
+                few(self._partly),
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -278,14 +278,17 @@ class _Plan:
         missing = [n for n in expected if n not in self._saved or with_values and VALUE not in self._saved[n]]
         strange = [n for n in self._saved if n not in expected and any(self._numel(n, k) for k in self._saved[n])]
         if missing or strange:
-            parts = [f"only in this model: {_few(missing)}"] * bool(missing)
-            parts += [f"only in what is loaded: {_few(strange)}"] * bool(strange)
+            parts = [f"only in this model: {few(missing)}"] * bool(missing)
+            parts += [f"only in what is loaded: {few(strange)}"] * bool(strange)
             raise ValueError(f"the parameters that train are not the same: {'; '.join(parts)}")
         for name, one in expected.items():
             for key in sorted(self._saved[name]):
                 shape, wanted = tuple(self._reader.shape(f"{name}/{key}")), () if key == STEP else one.segment.shape
                 if shape != wanted:
                     raise ValueError(f"{name}/{key} has shape {shape}, and this model needs {wanted}")
+                dtype = self._reader.dtype(f"{name}/{key}")
+                if key != STEP and not (dtype.is_floating_point or (dtype.is_complex and one.tensor.is_complex())):
+                    raise ValueError(f"{name}/{key} is of {dtype}, and {one.tensor.dtype} cannot be made of that")
 
     def _numel(self, name: str, key: str) -> int:
         return math.prod(self._reader.shape(f"{name}/{key}"))
@@ -294,6 +297,7 @@ class _Plan:
         """The saved numbers of each group of the optimizer, by its number."""
         if settings is None:
             return {}
+        groups = groups_in(settings)
         if settings.get("format") != FORMAT:
             raise ValueError(
                 f"its settings have format {settings.get('format')!r}, and this mars_dist knows {FORMAT}: load it with "
@@ -311,7 +315,7 @@ class _Plan:
                 f"it was saved by mars_type={theirs!r}, and this optimizer is {self._settings.mars_type!r}: their "
                 "states mean different things"
             )
-        of: dict[str, dict[str, Any]] = {n: dict(g["values"]) for g in settings["groups"] for n in g["names"]}
+        of: dict[str, dict[str, Any]] = {n: dict(g["values"]) for g in groups for n in g["names"]}
         out: dict[int, tuple[str, dict[str, Any]]] = {}
         for one in self._held:
             name = _first(of, one)
@@ -361,7 +365,7 @@ class _Plan:
         counts = {steps.get(one.name, 0.0) for one in members}
         if len(counts) > 1:
             by_count = [
-                f"{count:g} of {_few([o.name for o in members if steps.get(o.name, 0.0) == count])}"
+                f"{count:g} of {few([o.name for o in members if steps.get(o.name, 0.0) == count])}"
                 for count in sorted(counts)
             ]
             raise ValueError(
@@ -391,6 +395,8 @@ class _Plan:
     def _used(self, one: Held, step: float) -> list[str]:
         """The saved states of ``one`` that its rule uses, in an order that is the same on every rank."""
         saved = sorted(self._saved[self._name[one.name]] - {VALUE, STEP})
+        if saved and STEP not in self._saved[self._name[one.name]]:
+            raise ValueError(f"{one.name} has {', '.join(saved)} and no {STEP}: how often it was updated is not known")
         if self._settings is None:
             return saved
         keys = self._keys(one)
@@ -440,7 +446,3 @@ def _number(optimizer: Optimizer, i: int) -> int:
 def _first(saved: Mapping[str, Any], one: Held) -> str | None:
     """By which of its names a parameter was saved: one that is tied has several."""
     return next((name for name in (one.name, *one.aliases) if name in saved), None)
-
-
-def _few(names: list[str]) -> str:
-    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"

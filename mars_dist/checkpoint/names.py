@@ -228,3 +228,20 @@ def _refuse_twins(held: list[Held]) -> None:
                 f"two tensors of the optimizer are called {one.name} (shapes {other.segment.shape} and "
                 f"{one.segment.shape}): give the one model that holds both"
             )
+
+
+def groups_in(settings: Any) -> list[Mapping[str, Any]]:
+    """The groups in what ``settings_of`` of named.py has given.
+
+    Raises:
+        ValueError: when it is something else.
+    """
+    groups = settings.get("groups") if isinstance(settings, Mapping) else None
+    whole = isinstance(groups, list) and all(isinstance(g, Mapping) and {"names", "values"} <= g.keys() for g in groups)
+    if groups is None or not whole:
+        raise ValueError("its settings are not what settings_of gives (a dict with format, optimizer and groups)")
+    return list(groups)
+
+
+def few(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
