@@ -22,7 +22,7 @@ Nothing is executed. A sealed folder (with mars_dist_manifest.json) is compared 
 structure is checked: files that it must have by its own records, checksums inside of zip files, headers of safetensors.
 Pickles are held against a list of names that checkpoints need (mars_dist/checkpoint/allowed.py).
 
-exit codes: 0 valid; 1 not, or nothing there
+exit codes: 0 valid (of several: the newest that is valid was found); 1 not, or nothing there
 """
 CONVERT = """\
 Built on DeepSpeed's ds_to_universal; the previous gradients and step counters of MARS are carried as well. Load OUT

@@ -366,10 +366,6 @@ def test_a_name_that_no_disk_takes(tmp_path: Path) -> None:
 
 
 def test_huge_numbers_of_ranks_do_not_keep_us_busy(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text('{"step": 1, "world_size": 1000000000000000}')
-    torch.save({}, tmp_path / "state.pt")
-    faults = find.verify(tmp_path).faults
-    assert f"{tmp_path / 'rng-0.pt'} is missing" in faults and "more files are missing" in faults[-1]
     tag = tmp_path / "global_step1"
     tag.mkdir()
     content = {"dp_world_size": 10**6, "mp_world_size": 10**6, "ds_config": {"zero_optimization": {"stage": 3}}}

@@ -119,8 +119,16 @@ def test_a_missing_file_is_the_same_error_on_all_ranks(pool: RankPool, case: Cas
     assert "damaged or incomplete" in said[0] or "loading the optimizer's states" in said[0]
 
 
-def test_the_trainer_with_fsdp1_in_shards(pool: RankPool, tmp_path: Path) -> None:
-    for result in pool.run(save_accelerate_cases.trainer_with_fsdp1, str(tmp_path), timeout=90):
+@pytest.fixture
+def own_pool() -> Iterator[RankPool]:
+    """Processes in which nothing of Accelerate has run before: its state outlives a Trainer."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def test_the_trainer_with_fsdp1_in_shards(own_pool: RankPool, tmp_path: Path) -> None:
+    for result in own_pool.run(save_accelerate_cases.trainer_with_fsdp1, str(tmp_path), timeout=90):
         assert result["differences"] == [] and result["number"] > 50
         assert result["steps"] == [4.0, 4.0] and ".metadata" in result["files"]
         assert (result["model"], result["engines"]) == ("FullyShardedDataParallel", {"FSDP1"})

@@ -71,16 +71,19 @@ def full_states(optimizer: Any, model: nn.Module, rank0_only: bool = True) -> di
     return {"format": FORMAT, "tensors": tensors, "settings": settings} if tensors else {}
 
 
-def load_full_states(optimizer: Any, model: nn.Module, states: Mapping[str, Any], *, values: bool = True) -> None:
+def load_full_states(
+    optimizer: Any, model: nn.Module, states: Mapping[str, Any] | None, *, values: bool = True
+) -> None:
     """Load what ``full_states`` (or ``from_authors``) gave, in any engine, on any number of ranks.
 
     Args:
         optimizer, model, values: as for ``load_chunks``, which says what is checked.
-        states: on every rank, or on rank 0 with empty dicts on the others: then one tensor at a time is sent.
+        states: on every rank, or on rank 0 with None (or {}) on the others: then one tensor at a time is sent.
 
     Raises:
         As ``load_chunks``; CheckpointError (ValueError on one rank) for a newer format. Nothing was changed.
     """
+    states = {} if states is None else states
     with together("loading the states by parameter name (nothing was changed)"):
         if not isinstance(states, Mapping):
             raise ValueError(f"the states are a {type(states).__name__}, and what full_states gives is a dict")

@@ -15,6 +15,7 @@ from mars_dist.checkpoint import tensors
 from mars_dist.checkpoint.folder import Saving, Write
 from mars_dist.checkpoint.manifest import Record
 from mars_dist.checkpoint.tensors import Chunk
+from mars_dist.checkpoint.together import together
 
 ALIGNMENT = 64  # bytes
 
@@ -66,7 +67,8 @@ class Saver:
             CheckpointError: on every rank, when this save could not begin, or the one before has failed.
         """
         self.wait()
-        chunks = list(chunks)
+        with together(f"saving step {step}", self.group):
+            chunks = list(chunks)
         saving = Saving(self.folder, step, facts, self.keep_last, self.keep_every, self.group)
         saving.begin(sum(chunk.nbytes for chunk in chunks))
         name = tensors.file_name(saving.rank, saving.world_size)

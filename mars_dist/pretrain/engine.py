@@ -26,6 +26,7 @@ from mars_dist.checkpoint.tensors import Chunk, Reader
 from mars_dist.integrations import exact_loop
 from mars_dist.integrations.deepspeed import nvme
 from mars_dist.integrations.deepspeed.launch import initialize
+from mars_dist.one_state import GAMMA
 from mars_dist.optimizer import MARS
 from mars_dist.pretrain import model as models
 from mars_dist.pretrain.recipe import accumulation
@@ -112,7 +113,18 @@ class Engine(ABC):
 
     def load(self, folder: Path, reader: Reader, settings: dict[str, Any]) -> None:
         """What was saved; an error is the same on all ranks."""
-        load_chunks(self.optimizer, self.model, reader, settings)
+        load_chunks(self.optimizer, self.model, reader, self.with_own_numbers(settings))
+
+    def with_own_numbers(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """The recipe's hyper-parameters hold; of those that were saved only what says which form the states have."""
+        of = {name: group["values"] for group in saved["groups"] for name in group["names"]}
+        groups = []
+        for group in self.settings_to_save()["groups"]:
+            theirs: dict[str, Any] = next((of[name] for name in group["names"] if name in of), {})
+            form = {key: theirs[key] for key in ("one_state", GAMMA) if key in theirs}
+            groups.append({"names": group["names"], "values": group["values"] | form})
+        names = {name for group in groups for name in group["names"]}
+        return {**saved, "groups": groups + [g for g in saved["groups"] if not names & set(g["names"])]}
 
     def save_by_itself(self, folder: Path) -> None:
         """Files that the engine's library writes; none where ``chunks`` has all."""
@@ -251,7 +263,7 @@ class ZeRO(Engine):
 
     def load(self, folder: Path, reader: Reader, settings: dict[str, Any]) -> None:
         if not self.on_disk:
-            load_chunks(self.engine, self.model, reader, settings)
+            load_chunks(self.engine, self.model, reader, self.with_own_numbers(settings))
         elif self.engine.load_checkpoint(str(folder), tag="deepspeed")[0] is None:
             raise FileNotFoundError(f"nothing of DeepSpeed in {folder}")
 

@@ -261,13 +261,14 @@ def check_agreement(saved: Path | None, facts: dict[str, Any]) -> None:
     theirs = checkpoint.facts_of(saved) if saved else facts
     differing = [key for key in facts | theirs if theirs.get(key) != facts.get(key)]
     if differing:
+        run = saved.parent.parent if saved else Path()
         remedy = "Choose another --out, or --fresh to start over."
         if differing == ["state"]:
             remedy = f"DeepSpeed's own files go on in the same stage and number of ranks only. Or c{remedy[1:]}"
         raise ValueError(
             f"{saved} belongs to another run: "
             + "; ".join(f"{key} is {theirs.get(key)!r} there and {facts.get(key)!r} here" for key in differing)
-            + f". {remedy}"
+            + f". The recipe of that run is {run / 'recipe.yaml'}. {remedy}"
         )
 
 
