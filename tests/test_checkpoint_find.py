@@ -379,7 +379,7 @@ def test_huge_numbers_of_ranks_do_not_keep_us_busy(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of each kind that is flipped and put right again."""
-    return {kind: copy_of(kind, tmp_path_factory.mktemp(kind), sealed=False)[1] for kind in KINDS}
+    return {kind: copy_of(kind, tmp_path_factory.mktemp(kind), sealed=kind not in THEIRS)[1] for kind in KINDS}
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
