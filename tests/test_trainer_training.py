@@ -137,6 +137,7 @@ DISTRIBUTED = [
     TrainerCase(optim="mars_m", optim_args=ALL, zero=3),
 ]
 VARIANTS = [
+    TrainerCase(optim="mars_shampoo", optim_args=ALL),
     *(TrainerCase(optim=name, optim_args=ALL) for name in ("mars_lion", "mars_m")),
     TrainerCase(optim="mars_shampoo", optim_args=ALL, fsdp=True),
     TrainerCase(optim="mars_m", optim_args=ALL, zero=2),
@@ -146,7 +147,6 @@ VARIANTS = [
     TrainerCase(optim="mars_lion", zero=3),
 ]
 REPEATED = [
-    TrainerCase(optim="mars_shampoo", optim_args=ALL),
     TrainerCase(zero=2, offload=True),
     TrainerCase(zero=2, **BLOCK_ALONE),
     TrainerCase(zero=3, **BLOCK_ALONE),
