@@ -119,9 +119,9 @@ def test_a_missing_file_is_the_same_error_on_all_ranks(pool: RankPool, case: Cas
     assert "damaged or incomplete" in said[0] or "loading the optimizer's states" in said[0]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own_pool() -> Iterator[RankPool]:
-    """Processes in which nothing of Accelerate has run before: its state outlives a Trainer."""
+    """For the Trainer: processes in which no Accelerator was made before, whose state is the process's."""
     pool = RankPool(2)
     yield pool
     pool.close()
@@ -246,8 +246,8 @@ def test_accelerate_says_on_all_ranks_that_one_cannot_save(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_trainer_says_on_all_ranks_that_one_cannot_save(pool: RankPool, rank: int, tmp_path: Path) -> None:
-    results = pool.run(save_failing_cases.with_trainer, str(tmp_path), rank, timeout=60)
+def test_the_trainer_says_on_all_ranks_that_one_cannot_save(own_pool: RankPool, rank: int, tmp_path: Path) -> None:
+    results = own_pool.run(save_failing_cases.with_trainer, str(tmp_path), rank, timeout=60)
     for result in results:
         assert result["said"] == results[0]["said"]
         expected = f"CheckpointError: saving step 2 of the Trainer {FULL_DISK.format(rank)}"
