@@ -127,13 +127,7 @@ def point_to(folder: Path, pointer: str, name: str, writes: bool) -> None:
     """
     with together(f"pointing {folder / pointer} to {name}"):
         if writes:
-            temporary = folder / f".{pointer}.tmp"
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(name)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, folder / pointer)
-            manifest.to_disk(folder)
+            manifest.put_text(folder / pointer, name)
 
 
 def checked_tag(folder: Path, tag: Any, doing: str) -> Path:

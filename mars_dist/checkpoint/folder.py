@@ -168,7 +168,7 @@ class Saving:
         manifest.write(self.temporary, files, self.facts)
         _put_in_place(self.temporary, self.final)
         manifest.to_disk(self.folder)
-        _point(self.folder, self.name)
+        manifest.put_text(self.folder / LATEST, self.name)
         try:
             _rotate(self.folder, self.step, self.keep_last, self.keep_every)
         except OSError as error:
@@ -277,16 +277,6 @@ def _put_in_place(temporary: Path, final: Path) -> None:
         os.rename(aside, final)
         raise
     _try_to_remove(aside)
-
-
-def _point(folder: Path, name: str) -> None:
-    temporary = folder / f".{LATEST}.tmp"
-    with temporary.open("w") as file:
-        file.write(name)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / LATEST)
-    manifest.to_disk(folder)
 
 
 def _counts(value: object, least: int) -> bool:

@@ -50,13 +50,7 @@ def write(folder: Path, files: Mapping[str, Record], facts: Mapping[str, Any]) -
     text = json.dumps(
         {"format": FORMAT, **facts, "files": {name: asdict(files[name]) for name in sorted(files)}}, indent=1
     )
-    temporary = folder / f".{NAME}.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / NAME)
-    to_disk(folder)
+    put_text(folder / NAME, text)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -109,6 +103,17 @@ def faults(folder: Path, contents: bool = True) -> list[str]:
         except OSError as error:  # no permission, a bad disk, a name that is too long
             found.append(f"{path} cannot be read ({error})")
     return found
+
+
+def put_text(path: Path, text: str) -> None:
+    """Write a small file, or another one in its place, so that it is on disk whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    to_disk(path.parent)
 
 
 def to_disk(path: Path) -> None:

@@ -84,18 +84,8 @@ def convert(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     manifest.to_disk(out.parent)
-    _point_to(out)
+    manifest.put_text(out.parent / POINTER, out.name)
     return facts
-
-
-def _point_to(out: Path) -> None:
-    temporary = out.parent / f".{POINTER}.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(out.name)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, out.parent / POINTER)
-    manifest.to_disk(out.parent)
 
 
 # ------------------------------------------------------------------------------------------------ DeepSpeed's part
